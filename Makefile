@@ -1,0 +1,37 @@
+# Every target makes .venv when it is missing or out of date; nothing needs to be installed by hand.
+# PYTHON picks the interpreter (3.11), VLLM_EXT_CACHE the folder of the unpacked model (~/.cache/vllm-ext).
+PYTHON ?= python3.11
+BIN := .venv/bin
+INSTALLED := .venv/.installed
+
+export HF_HUB_OFFLINE := 1
+export VLLM_CPU_KVCACHE_SPACE ?= 1
+
+.PHONY: demo test lint bench venv clean
+
+demo: $(INSTALLED)  ## plain vLLM beside Token Recycling: real server, real model, real prompts
+	$(BIN)/vllm-ext demo
+
+test: $(INSTALLED)  ## the whole test suite
+	$(BIN)/python -m pytest
+
+lint: $(INSTALLED)  ## formatting, lint and types
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+bench: $(INSTALLED)  ## the README's table (about 20 minutes)
+	scripts/readme_bench.sh
+
+venv: $(INSTALLED)
+
+# torch comes as its CPU build (2.13.0+cpu). Where the package index has none, pip stops here: name PyTorch's
+# CPU wheel index in PIP_EXTRA_INDEX_URL and run make again.
+$(INSTALLED): requirements/cpu.txt requirements/dev.txt pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --disable-pip-version-check --quiet --no-deps -r requirements/cpu.txt -r requirements/dev.txt
+	$(BIN)/python -m pip install --disable-pip-version-check --quiet --no-deps --no-build-isolation --editable .
+	touch $@
+
+clean:
+	rm -rf .venv

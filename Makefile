@@ -27,10 +27,10 @@ venv: $(INSTALLED)
 
 # torch comes as its CPU build (2.13.0+cpu). Where the package index has none, pip stops here: name PyTorch's
 # CPU wheel index in PIP_EXTRA_INDEX_URL and run make again.
-$(INSTALLED): requirements/cpu.txt requirements/dev.txt pyproject.toml
+$(INSTALLED): requirements/cpu.txt requirements/dev.txt requirements/vllm-name/pyproject.toml pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --disable-pip-version-check --quiet --no-deps -r requirements/cpu.txt -r requirements/dev.txt
-	$(BIN)/python -m pip install --disable-pip-version-check --quiet --no-deps --no-build-isolation --editable .
+	$(BIN)/python -m pip install --disable-pip-version-check --quiet --no-deps --no-build-isolation ./requirements/vllm-name --editable .
 	touch $@
 
 clean:

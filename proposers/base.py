@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The proposer interface: arrays and ints in, draft trees out. No engine type crosses it.
+
+A *proposer* answers one question: which tokens may follow this prefix? The engine adapter calls it once a
+step for the whole batch, in this order:
+
+1. ``start(request)`` for each request whose prompt has just been computed for the first time;
+2. ``observe(rows)`` with every row the target model has just verified;
+3. ``propose(requests)`` for the drafts of the next step;
+4. ``finish(request_id)`` when a request is gone (finished or aborted, not when preempted).
+
+State belongs to a request id, never to a batch slot. What a proposer returns can cost time but never change
+the output: verification sees to that. Everywhere ``p`` is the target's distribution and ``q`` the draft's.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+import numpy.typing as npt
+from pydantic import BaseModel, ConfigDict, Field
+
+Int32 = npt.NDArray[np.int32]
+
+# vLLM's rejection sampler verifies at most this many draft tokens of one request in one step.
+MAX_SPECULATIVE_TOKENS = 128
+
+
+class MethodOptions(BaseModel):
+    """Options of a method, as the user writes them in ``--speculative-config``.
+
+    A proposer adds its own fields in a subclass. Strict: no coercion, no unknown key.
+    """
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    num_speculative_tokens: int = Field(
+        default=5,
+        ge=1,
+        le=MAX_SPECULATIVE_TOKENS,
+        description="most draft tokens of one request verified in one step",
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How a request samples; what a proposer may want to know of it."""
+
+    temperature: float  # 0 is greedy
+    top_p: float
+    top_k: int  # 0 means all tokens
+    min_p: float
+    seed: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One request at the moment it is drafted for."""
+
+    request_id: str
+    tokens: Int32  # [num_tokens] prompt and output; the last one is the tree's root. A view: copy to keep
+    num_prompt_tokens: int
+    budget_tokens: int  # most draft nodes to propose now: never past max_tokens or max_model_len
+    sampling: Sampling
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """A draft tree as flat arrays in topological order, so that every prefix of it is a tree."""
+
+    tokens: Int32  # [num_nodes] token ids
+    parents: Int32  # [num_nodes] index of the parent node, always smaller than the node's own; -1 is the root
+
+    @classmethod
+    def chain(cls, tokens: Int32) -> Draft:
+        """The tree in which each node follows the one before it. ``tokens``: int32 ``[num_nodes]``."""
+        return cls(tokens, np.arange(-1, len(tokens) - 1, dtype=np.int32))
+
+
+@dataclass(frozen=True, slots=True)
+class VerifiedRows:
+    """What one target step computed: for each request its root row, then the rows of its draft nodes."""
+
+    request_ids: Sequence[str]  # [num_requests]
+    row_start: Int32  # [num_requests + 1] rows of request i are row_start[i]:row_start[i + 1]
+    tokens: Int32  # [num_rows] the token that was this row's input
+    accepted: npt.NDArray[np.bool_]  # [num_rows] the row's input token is now part of the output; roots are
+    top_ids: Int32  # [num_rows, verified_top_k] ids of the target's largest logits, best first
+
+
+class Proposer(ABC):
+    """Base class of all drafters."""
+
+    # What `vllm-ext methods` prints.
+    summary: ClassVar[str]
+    paper: ClassVar[str]
+    Options: ClassVar[type[MethodOptions]] = MethodOptions
+
+    # How many of each verified row's best token ids `observe` wants; 0 spares the top-k.
+    verified_top_k: int = 0
+
+    @classmethod
+    @abstractmethod
+    def from_options(cls, options: Any, vocab_size: int) -> Proposer:
+        """Build the proposer. ``options`` is an instance of ``cls.Options``."""
+
+    @property
+    @abstractmethod
+    def memory_bytes(self) -> int:
+        """Host memory of the proposer's state that does not depend on the load."""
+
+    def start(self, request: Request) -> None:
+        """A request's prompt has been computed; called once, also when it is later preempted."""
+
+    def observe(self, rows: VerifiedRows) -> None:
+        """Learn from one step's verification."""
+
+    @abstractmethod
+    def propose(self, requests: Sequence[Request]) -> list[Draft]:
+        """One draft for each request, in the same order; at most ``budget_tokens`` nodes, possibly none."""
+
+    def finish(self, request_id: str) -> None:
+        """Forget a request."""

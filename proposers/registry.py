@@ -1,0 +1,34 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Method names to proposer classes. A new method is one file and one line here."""
+
+from __future__ import annotations
+
+import difflib
+from importlib import import_module
+
+from vllm_ext.proposers.base import Proposer
+
+# Paths, not classes: a server that uses one method imports one.
+METHODS: dict[str, str] = {
+    "token_recycling": "vllm_ext.proposers.token_recycling:TokenRecycling",
+}
+
+
+def load_method(name: str) -> type[Proposer]:
+    """The proposer class of a method.
+
+    Raises:
+        ValueError: the name is not in the registry; the message lists those that are.
+    """
+    if name not in METHODS:
+        raise ValueError(unknown_method(name, METHODS))
+    module, _, attribute = METHODS[name].partition(":")
+    proposer: type[Proposer] = getattr(import_module(module), attribute)
+    return proposer
+
+
+def unknown_method(name: object, known: dict[str, str] | list[str]) -> str:
+    """The text of the error for a method nobody knows, with the nearest known name."""
+    near = difflib.get_close_matches(str(name), list(known), n=1)
+    hint = f" Did you mean {near[0]!r}?" if near else ""
+    return f"speculative_config.method: unknown method {name!r}; known: {', '.join(known)}.{hint}"

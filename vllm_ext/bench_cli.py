@@ -1,0 +1,213 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``vllm-ext bench``: its options, its table and its JSON."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import platform
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from vllm_ext import __version__
+from vllm_ext.bench import EngineError, Report, Settings, run
+from vllm_ext.bench_data import parse_batch_sizes, parse_methods
+
+
+def bench_command(
+    model: Annotated[str, typer.Option(help="Model folder or Hugging Face id.")],
+    prompts: Annotated[
+        list[Path],
+        typer.Option(
+            help="JSON-lines file with messages, turns (the first is asked), question or prompt, and "
+            "optionally category; can be given several times.",
+        ),
+    ],
+    methods: Annotated[
+        str,
+        typer.Option(
+            help="Comma list of NAME, NAME(key=value, ...) or FILE.json with speculative_config "
+            "objects; plain (no speculation) is added when missing. num_speculative_tokens is 5, and "
+            "ngram has prompt_lookup_max=4, prompt_lookup_min=2, unless given."
+        ),
+    ] = "plain,ngram,token_recycling",
+    batch_size: Annotated[
+        str, typer.Option(help="Requests in flight; comma list, each with fresh engines.")
+    ] = "1",
+    limit: Annotated[
+        int | None,
+        typer.Option(min=1, help="Prompts to use, evenly spaced over all files. [default: all]"),
+    ] = None,
+    max_tokens: Annotated[int, typer.Option(min=2, help="Tokens an answer may have.")] = 128,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds; figures are medians over them.")] = 3,
+    workload: Annotated[
+        str,
+        typer.Option(
+            help="fresh: each prompt is answered once, in one of the rounds. repeat: every round "
+            "asks all prompts, so methods that learn replay their answers."
+        ),
+    ] = "fresh",
+    dtype: Annotated[
+        str,
+        typer.Option(help="bfloat16, float16, float32 or auto; only float32 allows no near ties."),
+    ] = "auto",
+    max_model_len: Annotated[
+        int, typer.Option(min=16, help="Tokens of prompt and answer; longer prompts are skipped.")
+    ] = 2048,
+    compile_model: Annotated[
+        bool,
+        typer.Option("--compile", help="torch.compile the model instead of running it eagerly."),
+    ] = False,
+    json_path: Annotated[
+        Path | None, typer.Option("--json", help="Write all figures to this file.")
+    ] = None,
+    verbose: Annotated[bool, typer.Option("--verbose", help="Show vLLM's log.")] = False,
+) -> None:
+    """Compare methods on real engines: speed beside plain vLLM, and whether outputs are the same.
+
+    Exits 1 when an answer differs from plain's by more than a near tie, or an engine fails.
+    """
+    console = Console()
+    errors = Console(stderr=True)
+    try:
+        settings = Settings(
+            model=model,
+            prompt_files=tuple(prompts),
+            methods=tuple(parse_methods(methods)),
+            batch_sizes=tuple(parse_batch_sizes(batch_size)),
+            limit=limit,
+            max_tokens=max_tokens,
+            rounds=rounds,
+            dtype=dtype,
+            workload=workload,
+            max_model_len=max_model_len,
+            enforce_eager=not compile_model,
+            verbose=verbose,
+        )
+        if json_path is not None and not json_path.resolve().parent.is_dir():
+            raise ValueError(f"--json={json_path}: its folder does not exist; create it first.")
+        report = _run(settings, errors)
+    except ValueError as error:
+        errors.print(f"[red]error:[/] {_plain(error)}", highlight=False, soft_wrap=True)
+        raise typer.Exit(2) from None
+    except EngineError as error:
+        errors.print(f"[red]error:[/] {_plain(error)}", highlight=False, soft_wrap=True)
+        raise typer.Exit(1) from None
+
+    console.print(_table(report))
+    if json_path is not None:
+        content = {"environment": _environment(settings, report.dtype), "runs": report.runs}
+        json_path.write_text(json.dumps(content, indent=2) + "\n")
+    for notice in report.notices:
+        errors.print(f"[yellow]note:[/] {_plain(notice)}", highlight=False, soft_wrap=True)
+    for line in report.wrong:
+        errors.print(f"[red]wrong:[/] {_plain(line)}", highlight=False, soft_wrap=True)
+    if report.wrong:
+        raise typer.Exit(1)
+
+
+def _run(settings: Settings, console: Console) -> Report:
+    # One redraw a second, and none between steps: the bar shares this process with the engines'
+    # clients.
+    with Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        console=console,
+        refresh_per_second=1,
+        speed_estimate_period=3600,  # a unit of work takes half a minute or more
+        transient=True,
+    ) as bar:
+        task = bar.add_task("loading", total=None)
+        return run(
+            settings,
+            lambda what, done, total: bar.update(
+                task, description=_plain(what), completed=done, total=total
+            ),
+        )
+
+
+def _table(report: Report) -> Table:
+    table = Table()
+    for header in (
+        "method",
+        "batch",
+        "tok/s",
+        "speed-up",
+        "e2e speed-up",
+        "tokens/step",
+        "drafts/step",
+        "draft time",
+        "identical/ties/wrong",
+    ):
+        table.add_column(header, justify="left" if header == "method" else "right")
+    previous = None
+    for entry in report.runs:
+        if previous not in (None, entry["batch_size"]):
+            table.add_section()
+        previous = entry["batch_size"]
+        wrong = entry["wrong_divergences"]
+        table.add_row(
+            _plain(entry["label"]),
+            str(entry["batch_size"]),
+            _number(entry["decode_tokens_per_s"], ".1f"),
+            _number(entry["speedup_vs_plain"], ".2f", "x"),
+            _number(entry["e2e_speedup_vs_plain"], ".2f", "x"),
+            _number(entry["tokens_per_step"], ".2f"),
+            _number(entry["draft_tokens_per_step"], ".2f"),
+            _number(entry["draft_time_share"], ".1%"),
+            f"{entry['identical']}/{entry['tie_divergences']}/"
+            + (f"[red]{wrong}[/]" if wrong else "0"),
+        )
+    return table
+
+
+def _number(value: float | None, form: str, unit: str = "") -> str:
+    return "-" if value is None else f"{value:{form}}{unit}"
+
+
+def _plain(text: object) -> str:
+    """Without rich's markup: an option value may hold brackets."""
+    return str(text).replace("[", r"\[")
+
+
+def _environment(settings: Settings, dtype: str) -> dict[str, Any]:
+    """What the figures depend on."""
+    import torch
+    import vllm
+
+    return {
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "cpu_model": _cpu_model(),
+        "cores": len(os.sched_getaffinity(0)),
+        "vllm": vllm.__version__,
+        "torch": torch.__version__,
+        "vllm_ext": __version__,
+        "model": settings.model,
+        "dtype": dtype,
+        "max_tokens": settings.max_tokens,
+        "rounds": settings.rounds,
+        "limit": settings.limit,
+        "workload": settings.workload,
+        "prompt_files": [str(path) for path in settings.prompt_files],
+        "command_line": sys.argv,
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+    }
+
+
+def _cpu_model() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor()

@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ``vllm-ext`` console script. Commands import what they need when they run: ``--help`` stays instant."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from vllm_ext import __version__
+from vllm_ext.bench_cli import bench_command
+from vllm_ext.demo_cli import demo_command
+
+app = typer.Typer(
+    name="vllm-ext",
+    help="Lossless speculative decoding methods for an unmodified vLLM.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.command("demo")(demo_command)
+app.command("bench")(bench_command)
+
+
+def _version(value: bool) -> None:
+    if value:
+        typer.echo(f"vllm-ext {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Holds the options that stand before a command."""
+
+
+@app.command()
+def methods() -> None:
+    """List the methods and their options, for --speculative-config."""
+    from vllm_ext.config import option_rows
+    from vllm_ext.proposers.registry import METHODS, load_method
+
+    table = Table("method", "option", "default", "allowed", "meaning")
+    for name in METHODS:
+        proposer = load_method(name)
+        table.add_row(f"[bold]{name}", "", "", "", f"{proposer.summary} ({proposer.paper})")
+        for option, default, allowed, meaning in option_rows(proposer.Options):
+            table.add_row("", option, default, allowed, meaning)
+    Console().print(table)
+
+
+@app.command()
+def doctor() -> None:
+    """Check this environment; exit 1, with the way out, when a method could not run in it."""
+    from vllm_ext.doctor import checks
+
+    console = Console()
+    colours = {"ok": "green", "warn": "yellow", "fail": "red"}
+    failed = 0
+    for check in checks():
+        console.print(
+            f"[{colours[check.status]}]{check.status:>4}[/]  {check.what}: {check.found}", highlight=False
+        )
+        if check.way_out:
+            console.print(f"      -> {check.way_out}", highlight=False)
+        failed += check.status == "fail"
+    if failed:
+        console.print(f"[red]{failed} failed")
+        raise typer.Exit(1)
+    console.print("[green]all methods can run here")
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    app()

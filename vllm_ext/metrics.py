@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Counters from the worker to the server's own ``/metrics``.
+
+vLLM sends nothing of ours from worker to API server, so the worker counts in a small shared file and a stat
+logger (vLLM's ``vllm.stat_logger_plugins`` group) moves what is new into ordinary Prometheus counters, which
+also work with several API servers. Taking is done under a file lock: each increment is exported once.
+"""
+
+from __future__ import annotations
+
+import atexit
+import fcntl
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import prometheus_client
+from vllm.logger import init_logger
+from vllm.v1.metrics.loggers import StatLoggerBase
+
+from vllm_ext import config
+
+logger = init_logger("vllm.vllm_ext")
+
+# Why a step went on without drafts it should have had.
+FALLBACK_REASONS = ("proposer_error",)
+
+_DOCUMENTATION = {
+    "spec_draft_tokens": "Draft tokens verified by the target.",
+    "spec_accepted_tokens": "Draft tokens accepted.",
+    "spec_emitted_tokens": "Tokens emitted, accepted drafts and the target's own.",
+    "spec_steps": "Steps of a request that emitted tokens; emitted / steps is tokens per step.",
+}
+_FALLBACK = "fallbacks"
+COUNTERS = (*_DOCUMENTATION, *(f"{_FALLBACK}:{reason}" for reason in FALLBACK_REASONS))
+
+
+def counter_path(vllm_config: Any, engine_index: int) -> Path:
+    """The counter file of one engine, in a folder of this user's own."""
+    folder = Path(tempfile.gettempdir()) / f"vllm-ext-{os.getuid()}"
+    # Ray's data-parallel engines carry their rank in the id; the API server's copy does not.
+    instance = vllm_config.instance_id.partition("_dp")[0]
+    return folder / f"{instance}-{engine_index}.counters"
+
+
+class CounterFile:
+    """Totals and exported totals of `COUNTERS`, shared by one worker and any number of API servers."""
+
+    def __init__(self, path: Path, create: bool) -> None:
+        """Open, or with ``create`` make, the file. Raises OSError when it cannot be opened."""
+        if create:
+            path.parent.mkdir(mode=0o700, exist_ok=True)
+        flags = os.O_RDWR | os.O_NOFOLLOW | (os.O_CREAT if create else 0)
+        descriptor = os.open(path, flags, 0o600)
+        self._file = os.fdopen(descriptor, "r+b")
+        # [2, num_counters]: row 0 counted by the worker, row 1 already exported.
+        shape = (2, len(COUNTERS))
+        if create:
+            os.ftruncate(descriptor, 8 * shape[0] * shape[1])
+            atexit.register(path.unlink, missing_ok=True)
+        self._cells = np.memmap(self._file, dtype=np.int64, mode="r+", shape=shape)
+
+    def add(self, amounts: Mapping[str, int]) -> None:
+        """Worker side: count. Keys are names of `COUNTERS`."""
+        for name, amount in amounts.items():
+            self._cells[0, COUNTERS.index(name)] += amount
+
+    def take(self) -> dict[str, int]:
+        """Server side: what was counted and not yet exported, now marked as exported."""
+        if not (self._cells[0] != self._cells[1]).any():
+            return {}
+        fcntl.flock(self._file, fcntl.LOCK_EX)
+        try:
+            total = self._cells[0].copy()
+            new = total - self._cells[1]
+            self._cells[1] = total
+        finally:
+            fcntl.flock(self._file, fcntl.LOCK_UN)
+        return {name: int(amount) for name, amount in zip(COUNTERS, new, strict=True) if amount}
+
+
+class StatLogger(StatLoggerBase):  # type: ignore[misc]  # vLLM is untyped to us
+    """vLLM calls ``record`` in the API server after every step of an engine."""
+
+    def __init__(self, vllm_config: Any, engine_index: int = 0) -> None:
+        settings = config.from_vllm_config(vllm_config)
+        self._active = settings is not None
+        if settings is None:
+            return
+        self._path = counter_path(vllm_config, engine_index)
+        self._labels = {
+            "model_name": vllm_config.model_config.served_model_name,
+            "engine": str(engine_index),
+            "method": settings.method,
+        }
+        self._file: CounterFile | None = None
+
+    def record(
+        self,
+        scheduler_stats: Any,
+        iteration_stats: Any,
+        mm_cache_stats: Any = None,
+        engine_idx: int = 0,
+    ) -> None:
+        """Export what the worker has counted since the last call."""
+        if not self._active:
+            return
+        if self._file is None:
+            try:
+                self._file = CounterFile(self._path, create=False)
+            except OSError as error:
+                # The engine runs on another host (multi-node data parallel, Ray).
+                self._active = False
+                logger.warning("vllm-ext: counters of engine %s are not exported: %s", engine_idx, error)
+                return
+            self._export(dict.fromkeys(COUNTERS, 0))
+        if new := self._file.take():
+            self._export(new)
+
+    def log_engine_initialized(self) -> None:
+        """Nothing to say: the method was logged when the config was made."""
+
+    def _export(self, amounts: Mapping[str, int]) -> None:
+        for name, amount in amounts.items():
+            name, _, reason = name.partition(":")
+            labels = {**self._labels, "reason": reason} if reason else self._labels
+            _prometheus_counter(name, tuple(labels)).labels(**labels).inc(amount)
+
+
+_prometheus_counters: dict[str, prometheus_client.Counter] = {}
+
+
+def _prometheus_counter(name: str, labels: tuple[str, ...]) -> prometheus_client.Counter:
+    """One collector for a process: several engines in it differ by label."""
+    if name not in _prometheus_counters:
+        documentation = _DOCUMENTATION.get(name, "Steps that went on without drafts, by reason.")
+        _prometheus_counters[name] = prometheus_client.Counter(f"vllm_ext:{name}", documentation, labels)
+    return _prometheus_counters[name]

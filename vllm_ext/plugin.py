@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The entry point vLLM calls in every process, and the one wrapper it installs.
+
+``register()`` wraps ``EngineArgs.create_engine_config`` and does nothing else. vLLM's ``method`` is a closed
+Literal and its registries start behind it, so this is the one place where our method names can enter; the
+wrapper turns them into vLLM's own ``custom_class`` and a ``worker_cls``, both official options.
+"""
+
+from __future__ import annotations
+
+import functools
+import uuid
+from typing import Any
+
+from vllm_ext import __version__
+
+# What vLLM loads as its custom_class drafter, and what drives it.
+DRAFTER_CLASS = "vllm_ext.v1_drafter.Drafter"
+WORKER_CLASS = "vllm_ext.v1_worker.Worker"
+
+
+_wrapper: Any = None
+
+
+def register() -> None:
+    """Make our method names valid in ``speculative_config``; idempotent, silent, no effect until one is used."""
+    global _wrapper
+    from vllm.engine.arg_utils import EngineArgs
+
+    original = EngineArgs.create_engine_config
+    if original is _wrapper:
+        return
+
+    @functools.wraps(original)
+    def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return _create_engine_config(original, self, *args, **kwargs)
+
+    _wrapper = create_engine_config
+    EngineArgs.create_engine_config = create_engine_config
+
+
+def _create_engine_config(original: Any, engine_args: Any, *args: Any, **kwargs: Any) -> Any:
+    """vLLM's ``create_engine_config``, with our methods rewritten to options it knows.
+
+    Raises:
+        ValueError: an unknown method or option, or a feature our methods do not support.
+    """
+    if not engine_args.speculative_config:
+        return original(engine_args, *args, **kwargs)
+
+    from vllm_ext import config
+
+    if not config.is_ours(engine_args.speculative_config):
+        config.check_known(engine_args.speculative_config)
+        return original(engine_args, *args, **kwargs)
+
+    from vllm.logger import init_logger
+
+    from vllm_ext import compat
+
+    compat.check_version()
+    requested = dict(engine_args.speculative_config)
+    if engine_args.spec_tokens is not None:
+        if "num_speculative_tokens" in requested:
+            raise ValueError(
+                f"--spec-tokens={engine_args.spec_tokens} and speculative_config.num_speculative_tokens="
+                f"{requested['num_speculative_tokens']!r} are the same option; give one of them."
+            )
+        requested["num_speculative_tokens"] = engine_args.spec_tokens
+    settings = config.parse(requested)
+    compat.check_engine_args(engine_args, settings.method)
+
+    rewritten = {
+        "speculative_config": {
+            "method": "custom_class",
+            "model": DRAFTER_CLASS,
+            "num_speculative_tokens": settings.options.num_speculative_tokens,
+        },
+        "spec_tokens": None,
+        "additional_config": {
+            **(engine_args.additional_config or {}),
+            config.ADDITIONAL_CONFIG_KEY: settings.to_additional_config(),
+        },
+        "worker_cls": WORKER_CLASS,
+        # custom_class rules it out; saying so spares the user vLLM's warning about a method they did not name.
+        "async_scheduling": False,
+    }
+    # The caller's EngineArgs keep what the user wrote, so that a second call sees the same.
+    saved = {name: getattr(engine_args, name) for name in rewritten}
+    for name, value in rewritten.items():
+        setattr(engine_args, name, value)
+    try:
+        vllm_config = original(engine_args, *args, **kwargs)
+    finally:
+        for name, value in saved.items():
+            setattr(engine_args, name, value)
+    compat.check_vllm_config(vllm_config, settings.method)
+    # Our counters are a file named after the instance; vLLM's own five hex digits could meet on a busy host.
+    vllm_config.instance_id = uuid.uuid4().hex
+    init_logger("vllm.vllm_ext").info("vllm-ext %s: speculative method %s", __version__, settings)
+    return vllm_config

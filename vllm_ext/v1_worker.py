@@ -1,0 +1,23 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The worker that installs our runner: vLLM's own worker of this platform, one override."""
+
+from __future__ import annotations
+
+from vllm.platforms import current_platform
+
+from vllm_ext import compat, v1_runner
+
+if current_platform.is_cpu():
+    from vllm.v1.worker.cpu_worker import CPUWorker as PlatformWorker
+else:
+    from vllm.v1.worker.gpu_worker import Worker as PlatformWorker
+
+
+class Worker(PlatformWorker):  # type: ignore[misc]  # vLLM is untyped to us
+    """Named in ``worker_cls`` by the plugin."""
+
+    def init_device(self) -> None:
+        """Refuse a vLLM that has moved before any model is loaded, then install the runner."""
+        compat.check_hooks()
+        super().init_device()
+        v1_runner.install(self.model_runner)

@@ -9,9 +9,9 @@ requests.
 Source: "Turning Trash into Treasure: Accelerating Inference of Large Language Models with Token Recycling",
 arXiv 2408.08696, section 3.
 
-Deviations: a chain of best successors instead of the paper's 80-node tree (vLLM verifies chains); entries never
-observed are marked empty and end the draft, where the paper's code starts from token 0; prompts seed the empty
-entries with the successors they contain, so that a fresh server drafts from its first step.
+Deviations: a chain of best successors instead of the paper's 80-node tree (vLLM verifies chains); entries
+never observed are marked empty and end the draft, where the paper's code starts from token 0; prompts seed the
+empty entries with the successors they contain, so that a fresh server drafts from its first step.
 """
 
 from __future__ import annotations
@@ -101,6 +101,4 @@ class TokenRecycling(Proposer):
         empty = path == EMPTY
         length = np.where(empty.any(axis=1), empty.argmax(axis=1) - 1, depth)
         length = np.minimum(length, budget)
-        return [
-            Draft.chain(row[1 : 1 + max(n, 0)]) for row, n in zip(path, length.tolist(), strict=True)
-        ]
+        return [Draft.chain(row[1 : 1 + max(n, 0)]) for row, n in zip(path, length.tolist(), strict=True)]

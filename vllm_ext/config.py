@@ -67,7 +67,8 @@ def from_vllm_config(vllm_config: Any) -> Settings | None:
 
 def is_ours(speculative_config: Mapping[str, Any] | None) -> bool:
     """Whether the config names one of our methods."""
-    return bool(speculative_config) and _method(speculative_config) in METHODS
+    method = speculative_config.get("method") if speculative_config else None
+    return isinstance(method, str) and method in METHODS
 
 
 def check_known(speculative_config: Mapping[str, Any]) -> None:
@@ -78,9 +79,9 @@ def check_known(speculative_config: Mapping[str, Any]) -> None:
     """
     from vllm.config.speculative import SpeculativeMethod
 
-    method = _method(speculative_config)
+    method = speculative_config.get("method")
     theirs = _flatten(SpeculativeMethod)
-    if method is not None and theirs and method not in theirs and method not in ("[ngram]",):
+    if method is not None and method not in (*theirs, "[ngram]"):
         raise ValueError(unknown_method(method, [*METHODS, *theirs]))
 
 
@@ -93,10 +94,6 @@ def option_rows(options: type[MethodOptions]) -> list[tuple[str, str, str, str]]
         allowed = field["type"] + (f", {low} to {high}" if low is not None else "")
         rows.append((name, str(field.get("default")), allowed, field.get("description", "")))
     return rows
-
-
-def _method(speculative_config: Mapping[str, Any]) -> Any:
-    return speculative_config.get("method")
 
 
 def _flatten(literal: Any) -> list[str]:

@@ -23,12 +23,12 @@ SERVED_NAME = "demo"
 START_TIMEOUT_S = 300
 
 PROMPTS = (
-    "Write a Python class for a bank account with deposit, withdraw and balance methods, then show how to use it.",
-    "List the planets of the solar system. For each one give its name, its type and one fact, in the same format.",
+    "Write a Python class for a bank account with deposit, withdraw and balance methods, then show its use.",
+    "List the planets of the solar system. For each give its name, its type and one fact, in the same format.",
     "Explain step by step how to multiply 24 by 17, then check the result by multiplying 17 by 24.",
     "Write a short story about a fox who learns to swim.",
-    "Repeat this text, correcting the spelling: The wether in the mountians changes quikly. In the morning the "
-    "wether can be sunny and in the evning the wether can bring snow to the mountians.",
+    "Repeat this text and correct the spelling: The wether in the mountians changes quikly. In the morning "
+    "the wether can be sunny and in the evning the wether can bring snow to the mountians.",
     "What are the advantages and the disadvantages of working from home?",
 )
 
@@ -130,7 +130,9 @@ class Server:
         """Sum of a counter over its labels, from the server's own /metrics; 0 when it has none."""
         with urllib.request.urlopen(f"{self.url}/metrics", timeout=10) as response:
             page = response.read().decode()
-        return sum(float(value) for value in re.findall(rf"^{re.escape(name)}(?:\{{.*\}})? (\S+)$", page, re.M))
+        return sum(
+            float(value) for value in re.findall(rf"^{re.escape(name)}(?:\{{.*\}})? (\S+)$", page, re.M)
+        )
 
 
 def _serve(model: str) -> list[str]:

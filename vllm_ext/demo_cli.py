@@ -131,7 +131,9 @@ def _summary(console: Console, columns: list[_Column]) -> int:
         a.text == b.text and a.num_tokens == b.num_tokens
         for a, b in zip(plain.answers, columns[1].answers, strict=True)
     )
-    table = Table("server", "decode tok/s", "vs plain", "tokens per step", "drafted", "accepted", "identical output")
+    table = Table(
+        "server", "decode tok/s", "vs plain", "tokens per step", "drafted", "accepted", "identical output"
+    )
     for column in columns:
         read = column.server.metric
         # Both from vLLM's own counters: tokens generated over engine steps that generated any.

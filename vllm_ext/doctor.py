@@ -28,7 +28,7 @@ class Check:
 
 
 def checks() -> Iterator[Check]:
-    """All checks, in the order a missing one explains the next; stops where vLLM itself cannot be imported."""
+    """All checks, in the order a missing one explains the next; ends where vLLM is missing."""
     yield from _python()
     yield from _torch()
     if find_spec("vllm") is None:
@@ -51,7 +51,7 @@ def _torch() -> Iterator[Check]:
     import torch
 
     yield Check("ok", "torch", torch.__version__)
-    # A CUDA torchvision beside a CPU torch breaks `import transformers`; torch's local version tells the build.
+    # Their CUDA builds beside a CPU torch break `import transformers`.
     build = torch.__version__.partition("+")[2]
     for name in ("torchvision", "torchaudio", "torchcodec"):
         if find_spec(name) is None:

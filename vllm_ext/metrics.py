@@ -68,6 +68,10 @@ class CounterFile:
         for name, amount in amounts.items():
             self._cells[0, COUNTERS.index(name)] += amount
 
+    def totals(self) -> dict[str, int]:
+        """All that was counted."""
+        return dict(zip(COUNTERS, self._cells[0].tolist(), strict=True))
+
     def take(self) -> dict[str, int]:
         """Server side: what was counted and not yet exported, now marked as exported."""
         if not (self._cells[0] != self._cells[1]).any():

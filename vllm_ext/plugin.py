@@ -23,7 +23,7 @@ _wrapper: Any = None
 
 
 def register() -> None:
-    """Make our method names valid in ``speculative_config``; idempotent, silent, no effect until one is used."""
+    """Make our method names valid in ``speculative_config``. Idempotent and silent."""
     global _wrapper
     from vllm.engine.arg_utils import EngineArgs
 
@@ -82,7 +82,7 @@ def _create_engine_config(original: Any, engine_args: Any, *args: Any, **kwargs:
             config.ADDITIONAL_CONFIG_KEY: settings.to_additional_config(),
         },
         "worker_cls": WORKER_CLASS,
-        # custom_class rules it out; saying so spares the user vLLM's warning about a method they did not name.
+        # custom_class rules it out; set, it spares the user vLLM's warning about a method they did not name.
         "async_scheduling": False,
     }
     # The caller's EngineArgs keep what the user wrote, so that a second call sees the same.

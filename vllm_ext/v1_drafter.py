@@ -108,6 +108,10 @@ class Drafter:
         if self._sampling.pop(request_id, None) is not None:
             self.proposer.finish(request_id)
 
+    def counters(self) -> dict[str, int]:
+        """Totals by counter name; empty where another rank counts."""
+        return {} if self._counters is None else self._counters.totals()
+
     def _observe(self, runner: Any, sampled: list[list[int]]) -> None:
         rows, self._pending = self._pending, None
         if rows is None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 from vllm.platforms import current_platform
 
 from vllm_ext import compat, v1_runner
+from vllm_ext.v1_drafter import Drafter
 
 if current_platform.is_cpu():
     from vllm.v1.worker.cpu_worker import CPUWorker as PlatformWorker
@@ -21,3 +22,8 @@ class Worker(PlatformWorker):  # type: ignore[misc]  # vLLM is untyped to us
         compat.check_hooks()
         super().init_device()
         v1_runner.install(self.model_runner)
+
+    def vllm_ext_counters(self) -> dict[str, int]:
+        """This rank's totals since start-up, for ``LLM.collective_rpc``; empty on ranks that do not count."""
+        drafter: Drafter = self.model_runner.drafter
+        return drafter.counters()

@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Shared by the tests: prompts, and the comparison that decides whether a method is lossless."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+OWN_PROMPTS = Path(__file__).parent / "data" / "prompts.jsonl"
+SHARED_DATA = Path(os.environ.get("VLLM_EXT_DATA", Path(__file__).parents[2] / "shared" / "data"))
+
+
+def own_prompts() -> list[str]:
+    """The repository's own prompts."""
+    return [json.loads(line)["prompt"] for line in OWN_PROMPTS.read_text().splitlines()]
+
+
+def shared_prompts(count: int) -> list[str]:
+    """``count`` prompts spread evenly over the shared prompt files; skips the test where they are not."""
+    prompts = []
+    for name, field in (("spec_bench", "turns"), ("human_eval", "prompt"), ("gsm8k", "question")):
+        file = SHARED_DATA / f"{name}.jsonl"
+        if not file.exists():
+            pytest.skip(f"{file} is not there; set VLLM_EXT_DATA to a folder with {file.name}")
+        values = [json.loads(line)[field] for line in file.read_text().splitlines()]
+        prompts += [value[0] if isinstance(value, list) else value for value in values]
+    return [prompts[i * len(prompts) // count] for i in range(count)]
+
+
+def assert_same_outputs(expected: Sequence[Sequence[int]], actual: Sequence[Sequence[int]]) -> None:
+    """Token ids equal, request by request; the message says where the first difference is."""
+    assert len(expected) == len(actual)
+    for number, (a, b) in enumerate(zip(expected, actual, strict=True)):
+        if list(a) != list(b):
+            position = next(
+                (i for i, pair in enumerate(zip(a, b, strict=False)) if pair[0] != pair[1]),
+                min(len(a), len(b)),
+            )
+            raise AssertionError(
+                f"request {number} differs at token {position}: expected {list(a[position : position + 5])}, "
+                f"got {list(b[position : position + 5])}; lengths {len(a)} and {len(b)}"
+            )

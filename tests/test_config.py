@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from vllm_ext import config
+from vllm_ext.proposers.registry import METHODS, load_method
+
+
+def test_defaults() -> None:
+    settings = config.parse({"method": "token_recycling"})
+    assert settings.options.model_dump() == {"num_speculative_tokens": 5, "matrix_width": 8}
+    assert str(settings) == "token_recycling (num_speculative_tokens=5, matrix_width=8)"
+
+
+def test_hyphens_as_in_vllm() -> None:
+    settings = config.parse({"method": "token_recycling", "num-speculative-tokens": 3})
+    assert settings.options.num_speculative_tokens == 3
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "says"),
+    [
+        ("num_speculative_tokens", 0, "num_speculative_tokens=0 is not allowed; allowed: integer, 1 to 128"),
+        ("num_speculative_tokens", -1, "num_speculative_tokens=-1 is not allowed"),
+        (
+            "num_speculative_tokens",
+            129,
+            "num_speculative_tokens=129 is not allowed; allowed: integer, 1 to 128",
+        ),
+        ("num_speculative_tokens", "5", "num_speculative_tokens='5' is not allowed"),
+        ("num_speculative_tokens", 2.5, "num_speculative_tokens=2.5 is not allowed"),
+        ("num_speculative_tokens", None, "num_speculative_tokens=None is not allowed"),
+        ("matrix_width", True, "matrix_width=True is not allowed"),
+        ("matrix_width", 33, "matrix_width=33 is not allowed; allowed: integer, 1 to 32"),
+        ("matrix_widht", 8, "unknown option matrix_widht=8"),
+        ("model", "gpt2", "unknown option model='gpt2'"),
+    ],
+)
+def test_bad_options_name_field_value_allowed_and_way_out(option: str, value: Any, says: str) -> None:
+    with pytest.raises(ValueError, match="token_recycling") as caught:
+        config.parse({"method": "token_recycling", option: value})
+    message = str(caught.value)
+    assert says in message
+    # Always: every option with its range, and what to do.
+    assert "matrix_width: integer, 1 to 32" in message
+    assert "--speculative-config" in message
+
+
+def test_unknown_method_lists_the_known_and_the_nearest() -> None:
+    with pytest.raises(
+        ValueError, match=r"'token_recyling'.*token_recycling.*Did you mean 'token_recycling'"
+    ):
+        load_method("token_recyling")
+
+
+def test_settings_survive_the_trip_to_a_worker() -> None:
+    settings = config.parse({"method": "token_recycling", "matrix_width": 3})
+    vllm_config = SimpleNamespace(additional_config={"vllm_ext": settings.to_additional_config(), "other": 1})
+    assert config.from_vllm_config(vllm_config) == settings
+    assert config.from_vllm_config(SimpleNamespace(additional_config={"other": 1})) is None
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_documents_its_options(method: str) -> None:
+    proposer = load_method(method)
+    assert proposer.summary
+    assert proposer.paper
+    for name, _, allowed, meaning in config.option_rows(proposer.Options):
+        assert allowed, name
+        assert meaning, name

@@ -1,0 +1,221 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The V1 adapter against a hand-made runner state: rows, budgets, counters, faults."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("vllm")
+
+from vllm_ext import config
+from vllm_ext.proposers.base import Draft, Proposer, Request, VerifiedRows
+from vllm_ext.v1_drafter import Drafter
+
+VOCAB = 50
+
+
+class Recorder(Proposer):
+    """Keeps what it is given; drafts the same tokens for everyone, cut to the budget."""
+
+    summary: ClassVar[str] = "records"
+    paper: ClassVar[str] = "none"
+    verified_top_k = 2
+
+    def __init__(self) -> None:
+        self.started: list[str] = []
+        self.finished: list[str] = []
+        self.rows: list[VerifiedRows] = []
+        self.requests: list[Request] = []
+        self.draft = Draft.chain(np.array([7, 8, 9], dtype=np.int32))
+
+    @classmethod
+    def from_options(cls, options: Any, vocab_size: int) -> Recorder:
+        return cls()
+
+    @property
+    def memory_bytes(self) -> int:
+        return 0
+
+    def start(self, request: Request) -> None:
+        self.started.append(request.request_id)
+
+    def observe(self, rows: VerifiedRows) -> None:
+        self.rows.append(rows)
+
+    def propose(self, requests: Sequence[Request]) -> list[Draft]:
+        self.requests = list(requests)
+        return [
+            Draft(self.draft.tokens[: r.budget_tokens], self.draft.parents[: r.budget_tokens])
+            for r in requests
+        ]
+
+    def finish(self, request_id: str) -> None:
+        self.finished.append(request_id)
+
+
+@pytest.fixture
+def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
+    recorder = Recorder()
+    monkeypatch.setattr(config.Settings, "proposer_class", SimpleNamespace(from_options=lambda *_: recorder))
+    return recorder
+
+
+@pytest.fixture
+def drafter(recorder: Recorder, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> Drafter:
+    monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path))
+    model_config = SimpleNamespace(get_vocab_size=lambda: VOCAB, max_model_len=20, dtype=torch.float32)
+    return Drafter(
+        SimpleNamespace(
+            additional_config={"vllm_ext": {"method": "token_recycling", "num_speculative_tokens": 3}},
+            model_config=model_config,
+            parallel_config=SimpleNamespace(rank=0, data_parallel_index=0),
+            instance_id="test",
+        )
+    )
+
+
+def params(**values: Any) -> SimpleNamespace:
+    default = {"temperature": 0.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "seed": None, "max_tokens": 100}
+    return SimpleNamespace(**{**default, "eos_token_id": 2, "stop_token_ids": [], **values})
+
+
+class Runner:
+    """The part of vLLM's runner the adapter reads, after a step."""
+
+    def __init__(
+        self, requests: dict[str, tuple[list[int], list[int], Any]], queries: list[list[int]]
+    ) -> None:
+        """``requests``: id -> (prompt, output, sampling params); ``queries``: input tokens of the step."""
+        width = 20
+        self.requests = {
+            name: SimpleNamespace(sampling_params=p, num_prompt_tokens=len(prompt), output_token_ids=output)
+            for name, (prompt, output, p) in requests.items()
+        }
+        table = np.zeros((len(requests), width), dtype=np.int32)
+        lengths = []
+        for slot, (prompt, output, _) in enumerate(requests.values()):
+            lengths.append(len(prompt) + len(output))
+            table[slot, : lengths[-1]] = prompt + output
+        self.input_batch = SimpleNamespace(
+            num_reqs=len(requests),
+            req_ids=list(requests),
+            num_tokens_no_spec=np.array(lengths),
+            token_ids_cpu=table,
+        )
+        self.input_ids = SimpleNamespace(np=np.array(list(itertools.chain(*queries)), dtype=np.int32))
+        ends = np.cumsum([0, *(len(query) for query in queries)])
+        # vLLM's buffer is longer than the batch.
+        self.query_start_loc = SimpleNamespace(np=np.array([*ends, *[ends[-1]] * 3], dtype=np.int32))
+
+
+def step(
+    drafter: Drafter, runner: Runner, num_drafts: list[int], sampled: list[list[int]]
+) -> list[list[int]]:
+    num_rows = sum(num_drafts) + len(num_drafts)
+    logits = torch.zeros(num_rows, VOCAB)
+    logits[torch.arange(num_rows), torch.arange(num_rows) + 10] = 1.0  # row r ranks token 10 + r first
+    metadata = SimpleNamespace(num_draft_tokens=num_drafts)
+    drafter.tap(runner, SimpleNamespace(logits=logits, spec_decode_metadata=metadata))
+    return drafter.step(runner, 3, sampled)
+
+
+def test_rows_of_a_mixed_batch(drafter: Drafter, recorder: Recorder) -> None:
+    """A decode with two drafts, one accepted; an unfinished prompt; a finished prompt."""
+    runner = Runner(
+        {
+            "a": ([1, 3], [4, 5, 6], params()),
+            "b": ([1, 3, 3, 3, 3, 3, 3], [], params()),
+            "c": ([1, 9], [4], params()),
+        },
+        [[4, 5, 11], [1, 3, 3], [1, 9]],
+    )
+    drafts = step(drafter, runner, [2, 0, 0], [[5, 6], [], [4]])
+    assert drafts == [[7, 8, 9], [], [7, 8, 9]]
+    (rows,) = recorder.rows
+    assert list(rows.request_ids) == ["a", "b", "c"]
+    assert rows.row_start.tolist() == [0, 3, 4, 5]
+    assert rows.tokens.tolist() == [4, 5, 11, 3, 9]
+    assert rows.accepted.tolist() == [True, True, False, True, True]
+    assert rows.top_ids.tolist() == [[10 + row, 0] for row in range(5)]
+    assert recorder.started == ["a", "c"]
+    assert drafter.counters() == {
+        "spec_draft_tokens": 2,
+        "spec_accepted_tokens": 1,
+        "spec_emitted_tokens": 3,
+        "spec_steps": 2,
+        "fallbacks:proposer_error": 0,
+    }
+
+
+@pytest.mark.parametrize(
+    ("prompt", "output", "max_tokens", "budget"),
+    [
+        (5, 1, 100, 3),  # all the room there is
+        (5, 1, 2, 0),  # one more token ends the request
+        (5, 1, 4, 2),
+        (5, 1, 1, 0),  # already at its end; vLLM is about to say so
+        (17, 1, 100, 1),  # two positions left: one draft and the token after it
+        (19, 1, 100, 0),  # at max_model_len
+        (5, 1, None, 3),
+    ],
+)
+def test_budget_stops_at_max_tokens_and_max_model_len(
+    drafter: Drafter, recorder: Recorder, prompt: int, output: int, max_tokens: int | None, budget: int
+) -> None:
+    runner = Runner({"a": ([3] * prompt, [4] * output, params(max_tokens=max_tokens))}, [[3]])
+    (draft,) = step(drafter, runner, [0], [[4]])
+    assert recorder.requests[0].budget_tokens == budget
+    assert len(draft) == budget
+    assert recorder.requests[0].tokens.tolist() == [3] * prompt + [4] * output
+
+
+def test_tokens_after_the_end_are_in_no_counter(drafter: Drafter) -> None:
+    runner = Runner(
+        {"a": ([1], [5, 2, 6, 6], params()), "b": ([1], [5, 9, 9], params(stop_token_ids=[5]))},
+        [[1] * 4, [1] * 3],
+    )
+    step(drafter, runner, [3, 2], [[5, 2, 6, 6], [5, 9, 9]])
+    counted = drafter.counters()
+    assert counted["spec_emitted_tokens"] == 2 + 1
+    assert counted["spec_accepted_tokens"] == 1 + 0
+
+
+def test_state_follows_the_request_id(drafter: Drafter, recorder: Recorder) -> None:
+    """Preempted and resumed in another slot: not started twice. The same id after its end: a new request."""
+    a, b = ([1], [4], params()), ([1], [4], params())
+    step(drafter, Runner({"a": a, "b": b}, [[1], [1]]), [0, 0], [[4], [4]])
+    step(drafter, Runner({"b": b, "a": a}, [[4], [4]]), [0, 0], [[4], [4]])
+    assert recorder.started == ["a", "b"]
+    drafter.finish("a")
+    drafter.finish("never-seen")
+    assert recorder.finished == ["a"]
+    step(drafter, Runner({"a": a}, [[4]]), [0], [[4]])
+    assert recorder.started == ["a", "b", "a"]
+
+
+def test_a_fault_costs_drafts_not_requests(
+    drafter: Drafter, recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(rows: VerifiedRows) -> None:
+        raise ZeroDivisionError
+
+    runner = Runner({"a": ([1], [4], params())}, [[1]])
+    with monkeypatch.context() as patch:
+        patch.setattr(recorder, "observe", fail)
+        assert step(drafter, runner, [0], [[4]]) == [[]]
+    assert drafter.counters()["fallbacks:proposer_error"] == 1
+    assert step(drafter, runner, [0], [[4]]) == [[7, 8, 9]]
+
+
+def test_branching_drafts_are_refused_by_the_chain_runner(drafter: Drafter, recorder: Recorder) -> None:
+    recorder.draft = Draft(np.array([7, 8, 9], np.int32), np.array([-1, -1, 0], np.int32))
+    runner = Runner({"a": ([1], [4], params())}, [[1]])
+    assert step(drafter, runner, [0], [[4]]) == [[]]
+    assert drafter.counters()["fallbacks:proposer_error"] == 1

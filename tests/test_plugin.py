@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The wrapper on create_engine_config, on vLLM's real EngineArgs; no engine is started."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from vllm.engine.arg_utils import EngineArgs
+
+from vllm_ext import compat, plugin
+
+METHOD = {"method": "token_recycling", "num_speculative_tokens": 4, "matrix_width": 2}
+
+
+def config_for(model_dir: str, **options: Any) -> Any:
+    return EngineArgs(model=model_dir, dtype="float32", max_model_len=256, **options).create_engine_config()
+
+
+def test_a_method_becomes_options_vllm_knows(model_dir: str) -> None:
+    args = EngineArgs(
+        model=model_dir, speculative_config=dict(METHOD), additional_config={"mine": 1}, max_model_len=256
+    )
+    for _ in range(2):  # a second call finds the arguments as the user wrote them
+        made = args.create_engine_config()
+        assert made.speculative_config.method == "custom_class"
+        assert made.speculative_config.model == plugin.DRAFTER_CLASS
+        assert made.speculative_config.num_speculative_tokens == 4
+        assert made.parallel_config.worker_cls == plugin.WORKER_CLASS
+        assert made.additional_config == {"mine": 1, "vllm_ext": METHOD}
+        assert args.speculative_config == METHOD
+        assert args.worker_cls == "auto"
+        assert args.additional_config == {"mine": 1}
+
+
+def test_spec_tokens_flag_counts(model_dir: str) -> None:
+    made = config_for(model_dir, speculative_config={"method": "token_recycling"}, spec_tokens=3)
+    assert made.speculative_config.num_speculative_tokens == 3
+    with pytest.raises(ValueError, match="give one of them"):
+        config_for(model_dir, speculative_config=dict(METHOD), spec_tokens=3)
+
+
+def test_register_twice_wraps_once() -> None:
+    plugin.register()
+    once = EngineArgs.create_engine_config
+    plugin.register()
+    assert EngineArgs.create_engine_config is once
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"speculative_config": {"method": "token_recyclin"}}, r"'token_recyclin'.*ngram.*Did you mean"),
+        (
+            {"speculative_config": {**METHOD, "num_speculative_tokens": 0}},
+            r"num_speculative_tokens=0.*1 to 128",
+        ),
+        ({"speculative_config": {**METHOD, "matrix_width": "8"}}, r"matrix_width='8'.*integer"),
+        ({"speculative_config": {**METHOD, "prompt_lookup_max": 3}}, r"unknown option prompt_lookup_max=3"),
+        ({"speculative_config": METHOD, "pipeline_parallel_size": 2}, r"pipeline_parallel_size=2.*must be 1"),
+        ({"speculative_config": METHOD, "worker_cls": "my.Worker"}, r"worker_cls='my.Worker'.*'auto'"),
+        ({"speculative_config": METHOD, "async_scheduling": True}, r"async_scheduling=True.*False"),
+        ({"speculative_config": METHOD, "runner": "pooling"}, r"runner='pooling'.*generate"),
+        ({"speculative_config": METHOD, "kv_offloading_size": 1.0}, r"KV connector.*unset"),
+    ],
+)
+def test_refusals_name_field_value_and_way_out(model_dir: str, options: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        config_for(model_dir, **options)
+
+
+def test_kv_connector_is_refused(model_dir: str) -> None:
+    from vllm.config import KVTransferConfig
+
+    connector = KVTransferConfig(kv_connector="ExampleConnector", kv_role="kv_both")
+    with pytest.raises(ValueError, match=r"kv_transfer_config.*unset"):
+        config_for(model_dir, speculative_config=METHOD, kv_transfer_config=connector)
+
+
+def test_forced_v2_runner_is_refused(model_dir: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
+    with pytest.raises(ValueError, match=r"VLLM_USE_V2_MODEL_RUNNER=1.*unset"):
+        config_for(model_dir, speculative_config=METHOD)
+
+
+def test_an_unsupported_vllm_is_refused_only_when_a_method_is_asked_for(
+    model_dir: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compat, "vllm_version", lambda: "0.99.0")
+    with pytest.raises(RuntimeError, match=r"vLLM 0\.99\.0 is not supported.*Install"):
+        config_for(model_dir, speculative_config=METHOD)
+    assert config_for(model_dir).speculative_config is None
+
+
+@pytest.mark.parametrize(
+    "speculative_config",
+    [None, {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4}],
+    ids=["none", "ngram"],
+)
+def test_unused_means_untouched(
+    model_dir: str, speculative_config: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM's own configuration, field by field, is the one its own function makes."""
+    wrapped = EngineArgs.create_engine_config
+    ours = config_for(model_dir, speculative_config=speculative_config)
+    monkeypatch.setattr(EngineArgs, "create_engine_config", wrapped.__wrapped__)
+    theirs = config_for(model_dir, speculative_config=speculative_config)
+    assert "custom_class" not in str(ours)
+    assert ours.parallel_config.worker_cls == theirs.parallel_config.worker_cls
+    assert ours.additional_config == theirs.additional_config == {}
+    assert ours.compute_hash() == theirs.compute_hash()
+    assert str(ours) == str(theirs)

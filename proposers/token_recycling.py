@@ -10,8 +10,8 @@ Source: "Turning Trash into Treasure: Accelerating Inference of Large Language M
 arXiv 2408.08696, section 3.
 
 Deviations: a chain of best successors instead of the paper's 80-node tree (vLLM verifies chains); entries
-never observed are marked empty and end the draft, where the paper's code starts from token 0; prompts seed the
-empty entries with the successors they contain, so that a fresh server drafts from its first step.
+never observed are marked empty and end the draft, where the paper's code starts from token 0; prompts seed
+the empty entries with the successors they contain, so that a fresh server drafts from its first step.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ def under(name: str, package: str) -> bool:
 @pytest.mark.parametrize("folder", FOLDERS)
 def test_folders_are_linked_namespaces(folder: str) -> None:
     link = ROOT / "vllm_ext" / folder
-    assert link.is_symlink(), f"{link} is no symlink: set git's core.symlinks, or install the sdist"
+    assert link.is_symlink(), f"{link} is no symlink (git core.symlinks?)"
     assert link.resolve() == ROOT / folder
     # A regular top-level package `kernels` breaks `import vllm` where the PyPI package `kernels` is installed.
     assert not (ROOT / folder / "__init__.py").exists()

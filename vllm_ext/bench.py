@@ -56,7 +56,7 @@ class Settings:
     dtype: str = "auto"
     workload: str = "fresh"
     max_model_len: int = 2048
-    enforce_eager: bool = True
+    compile: bool | None = None  # None: not on a CPU, where it takes minutes to start
     verbose: bool = False
 
 
@@ -97,9 +97,7 @@ def run(settings: Settings, progress: Progress = lambda what, done, total: None)
             )
         units = count(number * per_batch_size)
 
-        def begin(
-            what: str, units: count[int] = units, prefix: str = f"batch {batch_size}: "
-        ) -> None:
+        def begin(what: str, units: count[int] = units, prefix: str = f"batch {batch_size}: ") -> None:
             progress(prefix + what, next(units), per_batch_size * len(settings.batch_sizes))
 
         with ExitStack() as stack:
@@ -132,9 +130,7 @@ def _compare(engines: Sequence[_Engine], prompts: Sequence[_EncodedPrompt], repo
     for engine in engines:
         found = _divergences(engine, plain, prompts)
         report.runs.append(
-            summarise(
-                engine.method, engine.batch_size, engine.rounds, plain.rounds, found, tolerance
-            )
+            summarise(engine.method, engine.batch_size, engine.rounds, plain.rounds, found, tolerance)
         )
         report.wrong += [
             f"{engine.method.label}, batch size {engine.batch_size}: {divergence}"
@@ -165,10 +161,10 @@ class _Engine:
         self._drafts = _DraftCounter()
         self._num_requests = 0
         self._top_logprobs: dict[tuple[int, ...], dict[int, float]] = {}
-        options: dict[str, Any] = {}
-        if not current_platform.is_cpu():
-            # All engines of a batch size share the device.
-            options["gpu_memory_utilization"] = 0.9 / len(settings.methods)
+        on_cpu = current_platform.is_cpu()
+        compiled = not on_cpu if settings.compile is None else settings.compile
+        # All engines of a batch size share the device. On a CPU, VLLM_CPU_KVCACHE_SPACE says it.
+        memory = {} if on_cpu else {"gpu_memory_utilization": 0.9 / len(settings.methods)}
         try:
             self._engine = LLMEngine.from_engine_args(
                 EngineArgs(
@@ -176,13 +172,14 @@ class _Engine:
                     dtype=settings.dtype,
                     max_model_len=settings.max_model_len,
                     max_num_seqs=batch_size,
-                    enforce_eager=settings.enforce_eager,
+                    enforce_eager=not compiled,
                     seed=0,
+                    use_tqdm_on_load=settings.verbose,
                     # Carries the draft counts.
                     disable_log_stats=False,
                     speculative_config=method.speculative_config,
                     worker_extension_cls="vllm_ext.bench_worker.DraftTimer",
-                    **options,
+                    **memory,
                 ),
                 # vLLM's Prometheus counters are one set per process, shared by all our engines.
                 stat_loggers=[lambda vllm_config, engine_index: self._drafts],
@@ -197,9 +194,7 @@ class _Engine:
 
     def warm_up(self) -> None:
         """One untimed batch of a prompt that is in no set."""
-        token_ids = _token_ids(
-            self._engine.get_tokenizer(), [{"role": "user", "content": WARM_UP_PROMPT}]
-        )
+        token_ids = _token_ids(self._engine.get_tokenizer(), [{"role": "user", "content": WARM_UP_PROMPT}])
         prompts = [(-1, _EncodedPrompt("", "", token_ids))] * self.batch_size
         self._answer(prompts, min(WARM_UP_TOKENS, self._max_tokens))
 
@@ -229,9 +224,7 @@ class _Engine:
             self._top_logprobs[key] = dict(sorted(found.items(), key=lambda item: -item[1]))
         return self._top_logprobs[key]
 
-    def _answer(
-        self, prompts: Sequence[tuple[int, _EncodedPrompt]], max_tokens: int
-    ) -> list[Answer]:
+    def _answer(self, prompts: Sequence[tuple[int, _EncodedPrompt]], max_tokens: int) -> list[Answer]:
         """Closed loop: a request that ends makes room for the next."""
         waiting = iter(prompts)
         running: dict[str, Answer] = {}
@@ -257,9 +250,7 @@ class _Engine:
         except Exception as error:
             raise EngineError(f"{self.method.label}: the engine died: {error}") from error
 
-    def _add_request(
-        self, token_ids: list[int], max_tokens: int, logprobs: int | None = None
-    ) -> str:
+    def _add_request(self, token_ids: list[int], max_tokens: int, logprobs: int | None = None) -> str:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
@@ -306,9 +297,7 @@ class _DraftCounter:
         """Never put to sleep."""
 
 
-def _divergences(
-    engine: _Engine, plain: _Engine, prompts: Sequence[_EncodedPrompt]
-) -> list[Divergence]:
+def _divergences(engine: _Engine, plain: _Engine, prompts: Sequence[_EncodedPrompt]) -> list[Divergence]:
     """Where the engine's answers leave plain's, with plain's view of the first differing token."""
     found = []
     for ours, theirs in zip(engine.rounds, plain.rounds, strict=True):
@@ -368,8 +357,8 @@ def _encode(settings: Settings, notices: list[str]) -> list[_EncodedPrompt]:
         )
     if not fitting:
         raise ValueError(
-            f"--max-model-len={settings.max_model_len} leaves {room_tokens} tokens for a prompt and "
-            "none fits; raise it or lower --max-tokens."
+            f"--max-model-len={settings.max_model_len} leaves {room_tokens} tokens for a prompt "
+            "and none fits; raise it or lower --max-tokens."
         )
     return evenly_spaced(fitting, settings.limit)
 
@@ -379,9 +368,7 @@ def _token_ids(tokenizer: Any, messages: list[dict[str, Any]]) -> list[int]:
         text = "\n".join(str(message.get("content", "")) for message in messages)
         return list(tokenizer.encode(text))
     return list(
-        tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, tokenize=True, return_dict=False
-        )
+        tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)
     )
 
 
@@ -414,7 +401,9 @@ def _cpu_s(processes: Sequence[Any]) -> float:
 
 def _set_environment(verbose: bool) -> None:
     """Before vLLM is imported: it reads these once. What the user has set stays."""
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "INFO" if verbose else "ERROR")
+    if not verbose:
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+        os.environ.setdefault("PYTHONWARNINGS", "ignore")  # of the engines' processes
     # This process has threads from the first engine on; a fork could inherit a held lock.
     os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
     from vllm.platforms import current_platform

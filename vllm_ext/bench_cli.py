@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.box import SIMPLE
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
@@ -26,16 +28,16 @@ def bench_command(
     prompts: Annotated[
         list[Path],
         typer.Option(
-            help="JSON-lines file with messages, turns (the first is asked), question or prompt, and "
-            "optionally category; can be given several times.",
+            help="JSON-lines file with messages, turns (the first is asked), question or prompt, "
+            "and optionally category; can be given several times.",
         ),
     ],
     methods: Annotated[
         str,
         typer.Option(
             help="Comma list of NAME, NAME(key=value, ...) or FILE.json with speculative_config "
-            "objects; plain (no speculation) is added when missing. num_speculative_tokens is 5, and "
-            "ngram has prompt_lookup_max=4, prompt_lookup_min=2, unless given."
+            "objects; plain (no speculation) is added when missing. num_speculative_tokens is 5, "
+            "and ngram has prompt_lookup_max=4, prompt_lookup_min=2, unless given."
         ),
     ] = "plain,ngram,token_recycling",
     batch_size: Annotated[
@@ -43,7 +45,7 @@ def bench_command(
     ] = "1",
     limit: Annotated[
         int | None,
-        typer.Option(min=1, help="Prompts to use, evenly spaced over all files. [default: all]"),
+        typer.Option(min=1, help="Prompts to use, evenly spaced over all files; default: all."),
     ] = None,
     max_tokens: Annotated[int, typer.Option(min=2, help="Tokens an answer may have.")] = 128,
     rounds: Annotated[int, typer.Option(min=1, help="Rounds; figures are medians over them.")] = 3,
@@ -62,12 +64,13 @@ def bench_command(
         int, typer.Option(min=16, help="Tokens of prompt and answer; longer prompts are skipped.")
     ] = 2048,
     compile_model: Annotated[
-        bool,
-        typer.Option("--compile", help="torch.compile the model instead of running it eagerly."),
-    ] = False,
-    json_path: Annotated[
-        Path | None, typer.Option("--json", help="Write all figures to this file.")
+        bool | None,
+        typer.Option(
+            "--compile/--no-compile",
+            help="Compile the model, or run it eagerly; default: eager on a CPU only.",
+        ),
     ] = None,
+    json_path: Annotated[Path | None, typer.Option("--json", help="Write all figures to this file.")] = None,
     verbose: Annotated[bool, typer.Option("--verbose", help="Show vLLM's log.")] = False,
 ) -> None:
     """Compare methods on real engines: speed beside plain vLLM, and whether outputs are the same.
@@ -88,17 +91,17 @@ def bench_command(
             dtype=dtype,
             workload=workload,
             max_model_len=max_model_len,
-            enforce_eager=not compile_model,
+            compile=compile_model,
             verbose=verbose,
         )
         if json_path is not None and not json_path.resolve().parent.is_dir():
             raise ValueError(f"--json={json_path}: its folder does not exist; create it first.")
         report = _run(settings, errors)
     except ValueError as error:
-        errors.print(f"[red]error:[/] {_plain(error)}", highlight=False, soft_wrap=True)
+        errors.print(f"[red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
         raise typer.Exit(2) from None
     except EngineError as error:
-        errors.print(f"[red]error:[/] {_plain(error)}", highlight=False, soft_wrap=True)
+        errors.print(f"[red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
         raise typer.Exit(1) from None
 
     console.print(_table(report))
@@ -106,16 +109,15 @@ def bench_command(
         content = {"environment": _environment(settings, report.dtype), "runs": report.runs}
         json_path.write_text(json.dumps(content, indent=2) + "\n")
     for notice in report.notices:
-        errors.print(f"[yellow]note:[/] {_plain(notice)}", highlight=False, soft_wrap=True)
+        errors.print(f"[yellow]note:[/] {escape(notice)}", highlight=False, soft_wrap=True)
     for line in report.wrong:
-        errors.print(f"[red]wrong:[/] {_plain(line)}", highlight=False, soft_wrap=True)
+        errors.print(f"[red]wrong:[/] {escape(line)}", highlight=False, soft_wrap=True)
     if report.wrong:
         raise typer.Exit(1)
 
 
 def _run(settings: Settings, console: Console) -> Report:
-    # One redraw a second, and none between steps: the bar shares this process with the engines'
-    # clients.
+    # One redraw a second: the bar shares this process with the engines' clients.
     with Progress(
         TextColumn("{task.description}"),
         BarColumn(),
@@ -129,26 +131,27 @@ def _run(settings: Settings, console: Console) -> Report:
         task = bar.add_task("loading", total=None)
         return run(
             settings,
-            lambda what, done, total: bar.update(
-                task, description=_plain(what), completed=done, total=total
-            ),
+            lambda what, done, total: bar.update(task, description=escape(what), completed=done, total=total),
         )
 
 
 def _table(report: Report) -> Table:
-    table = Table()
+    table = Table(box=SIMPLE, padding=(0, 1, 0, 0))  # three methods fit into 80 columns
     for header in (
         "method",
         "batch",
         "tok/s",
-        "speed-up",
-        "e2e speed-up",
-        "tokens/step",
-        "drafts/step",
-        "draft time",
-        "identical/ties/wrong",
+        "speed\nup",
+        "e2e\nspeed",
+        "tokens\n/step",
+        "drafts\n/step",
+        "draft\ntime",
+        "same/tie\n/wrong",
     ):
-        table.add_column(header, justify="left" if header == "method" else "right")
+        if header == "method":
+            table.add_column(header, overflow="fold")
+        else:
+            table.add_column(header, justify="right", no_wrap=True)
     previous = None
     for entry in report.runs:
         if previous not in (None, entry["batch_size"]):
@@ -156,7 +159,7 @@ def _table(report: Report) -> Table:
         previous = entry["batch_size"]
         wrong = entry["wrong_divergences"]
         table.add_row(
-            _plain(entry["label"]),
+            escape(entry["label"]),
             str(entry["batch_size"]),
             _number(entry["decode_tokens_per_s"], ".1f"),
             _number(entry["speedup_vs_plain"], ".2f", "x"),
@@ -164,19 +167,13 @@ def _table(report: Report) -> Table:
             _number(entry["tokens_per_step"], ".2f"),
             _number(entry["draft_tokens_per_step"], ".2f"),
             _number(entry["draft_time_share"], ".1%"),
-            f"{entry['identical']}/{entry['tie_divergences']}/"
-            + (f"[red]{wrong}[/]" if wrong else "0"),
+            f"{entry['identical']}/{entry['tie_divergences']}/" + (f"[red]{wrong}[/]" if wrong else "0"),
         )
     return table
 
 
 def _number(value: float | None, form: str, unit: str = "") -> str:
     return "-" if value is None else f"{value:{form}}{unit}"
-
-
-def _plain(text: object) -> str:
-    """Without rich's markup: an option value may hold brackets."""
-    return str(text).replace("[", r"\[")
 
 
 def _environment(settings: Settings, dtype: str) -> dict[str, Any]:

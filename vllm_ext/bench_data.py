@@ -111,9 +111,7 @@ def _method(name: str, given: dict[str, Any]) -> Method:
     pairs = ", ".join(f"{key}={_compact(value)}" for key, value in given.items())
     label = f"{name}({pairs})" if pairs else name
     if "method" in given:
-        raise ValueError(
-            f"--methods: {label}: remove 'method', the name before the brackets is it."
-        )
+        raise ValueError(f"--methods: {label}: remove 'method', the name before the brackets is it.")
     if name == PLAIN:
         if given:
             raise ValueError(f"--methods: {label}: plain takes no options; remove them.")
@@ -135,8 +133,8 @@ def _compact(value: Any) -> str:
 
 def _bad_method(item: str) -> ValueError:
     return ValueError(
-        f"--methods: {item!r} is not a method; allowed: NAME, NAME(key=value, ...) or a path ending "
-        "in .json, separated by commas."
+        f"--methods: {item!r} is not a method; allowed: NAME, NAME(key=value, ...) or a path "
+        "ending in .json, separated by commas."
     )
 
 
@@ -149,9 +147,7 @@ def parse_batch_sizes(text: str) -> list[int]:
     items = [item.strip() for item in text.split(",")]
     sizes = [int(item) for item in items if item.isascii() and item.isdigit()]
     if len(sizes) != len(items) or 0 in sizes or len(set(sizes)) != len(sizes):
-        raise ValueError(
-            f"--batch-size={text!r} is not allowed; allowed: positive integers, each once, as in 1,4."
-        )
+        raise ValueError(f"--batch-size={text!r} is not allowed; allowed: positive integers, each once: 1,4.")
     return sizes
 
 
@@ -175,9 +171,7 @@ def load_prompts(paths: Iterable[Path]) -> list[Prompt]:
         try:
             lines = path.read_text().splitlines()
         except (OSError, UnicodeDecodeError) as error:
-            raise ValueError(
-                f"--prompts={path} cannot be read ({error}); correct the path."
-            ) from None
+            raise ValueError(f"--prompts={path} cannot be read ({error}); correct the path.") from None
         prompts += [
             _prompt(line, f"{path}:{number}", path.stem)
             for number, line in enumerate(lines, 1)
@@ -195,9 +189,7 @@ def _prompt(line: str, source: str, default_category: str) -> Prompt:
         raise ValueError(f"{source}: not JSON ({error}); give one JSON object a line.") from None
     fields = [name for name in PROMPT_FIELDS if name in entry] if isinstance(entry, dict) else []
     if not fields:
-        raise ValueError(
-            f"{source}: no prompt; allowed: an object with one of {', '.join(PROMPT_FIELDS)}."
-        )
+        raise ValueError(f"{source}: no prompt; allowed: an object with one of {', '.join(PROMPT_FIELDS)}.")
     field = fields[0]
     value = entry[field]
     if field == "turns" and isinstance(value, list) and value:
@@ -235,8 +227,8 @@ def rounds_of(num_prompts: int, num_rounds: int, workload: str) -> list[list[int
         return [list(range(num_prompts)) for _ in range(num_rounds)]
     if num_prompts < num_rounds:
         raise ValueError(
-            f"--rounds={num_rounds} is not allowed with {num_prompts} prompts; allowed: at most one "
-            "round a prompt. Lower --rounds, or give more prompts."
+            f"--rounds={num_rounds} is not allowed with {num_prompts} prompts; allowed: at most "
+            "one round a prompt. Lower --rounds, or give more prompts."
         )
     return [list(range(first, num_prompts, num_rounds)) for first in range(num_rounds)]
 

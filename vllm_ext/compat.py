@@ -2,7 +2,7 @@
 """What vllm-ext needs of the vLLM it finds: the version range, every symbol it uses, and what it refuses.
 
 The table below is the whole surface we touch. ``vllm-ext doctor`` prints it; a worker checks it before it
-loads a model, so that a vLLM that has moved gives a named refusal and not an error in the middle of a request.
+loads a model, so that a vLLM that has moved gives a named refusal and not an error in mid-request.
 """
 
 from __future__ import annotations

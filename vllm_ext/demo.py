@@ -24,7 +24,7 @@ START_TIMEOUT_S = 300
 
 PROMPTS = (
     "Write a Python class for a bank account with deposit, withdraw and balance methods, then show its use.",
-    "List the planets of the solar system. For each give its name, its type and one fact, in the same format.",
+    "List the planets of the solar system. For each give its name, its type and one fact, in one format.",
     "Explain step by step how to multiply 24 by 17, then check the result by multiplying 17 by 24.",
     "Write a short story about a fox who learns to swim.",
     "Repeat this text and correct the spelling: The wether in the mountians changes quikly. In the morning "

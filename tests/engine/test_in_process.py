@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The engine in the caller's own process (VLLM_ENABLE_V1_MULTIPROCESSING=0)."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from helpers import assert_same_outputs, own_prompts
+
+pytestmark = pytest.mark.engine
+
+SCRIPT = """
+import json, sys
+from vllm import LLM, SamplingParams
+model, method, prompts = sys.argv[1], json.loads(sys.argv[2]), json.loads(sys.argv[3])
+llm = LLM(model, dtype="float32", max_model_len=512, max_num_seqs=4, enforce_eager=True, speculative_config=method)
+outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=24), use_tqdm=False)
+print("RESULT" + json.dumps([o.outputs[0].token_ids for o in outputs]))
+"""
+
+
+def run(model_dir: str, method: dict[str, object] | None) -> list[list[int]]:
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, model_dir, json.dumps(method), json.dumps(own_prompts()[:4])],
+        env={**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith("RESULT")]
+    result: list[list[int]] = json.loads(line.removeprefix("RESULT"))
+    return result
+
+
+def test_in_process_engine_is_lossless(model_dir: str) -> None:
+    assert_same_outputs(run(model_dir, None), run(model_dir, {"method": "token_recycling"}))

@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A real ``vllm serve`` with Token Recycling: metrics, edges, aborts, bad requests, many clients."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+from helpers import own_prompts
+
+from vllm_ext import demo
+
+pytestmark = pytest.mark.engine
+
+METHOD: dict[str, object] = {"method": "token_recycling", "num_speculative_tokens": 4, "matrix_width": 8}
+
+
+@pytest.fixture(scope="module")
+def server(model_dir: str) -> Iterator[demo.Server]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_LOGGING_LEVEL", "INFO")  # the log is tested
+        server = demo.Server("tested", model_dir, "float32", METHOD)
+        with server:
+            patch.undo()
+            for _ in demo.wait_until_ready([server]):
+                pass
+            yield server
+
+
+def post(server: demo.Server, path: str, **body: Any) -> tuple[int, Any]:
+    """Status and JSON of one request."""
+    request = urllib.request.Request(
+        server.url + path,
+        json.dumps({"model": demo.SERVED_NAME, "temperature": 0, **body}).encode(),
+        {"Content-Type": "application/json"},
+    )
+    try:
+        with urllib.request.urlopen(request, timeout=120) as response:
+            return response.status, json.load(response)
+    except urllib.error.HTTPError as error:
+        return error.code, json.loads(error.read() or b"null")
+
+
+def answer(server: demo.Server, prompt: str, max_tokens: int = 24) -> str:
+    messages = [{"role": "user", "content": prompt}]
+    status, reply = post(server, "/v1/chat/completions", messages=messages, max_tokens=max_tokens)
+    assert status == 200, reply
+    text: str = reply["choices"][0]["message"]["content"]
+    return text
+
+
+def complete(server: demo.Server, prompt: list[int], max_tokens: int) -> Any:
+    status, reply = post(server, "/v1/completions", prompt=prompt, max_tokens=max_tokens, ignore_eos=True)
+    assert status == 200, reply
+    return reply
+
+
+def test_counters_on_the_metrics_page(server: demo.Server) -> None:
+    def read() -> dict[str, float]:
+        names = ("spec_draft_tokens", "spec_accepted_tokens", "spec_emitted_tokens", "spec_steps")
+        return {name: server.metric(f"vllm_ext:{name}_total") for name in names}
+
+    complete(server, [504, 253], 1)
+    before = read()
+    reply = complete(server, [504, 253, 504, 253, 504], 40)
+    new = {name: value - before[name] for name, value in read().items()}
+    assert new["spec_emitted_tokens"] == reply["usage"]["completion_tokens"] == 40
+    assert new["spec_emitted_tokens"] == new["spec_steps"] + new["spec_accepted_tokens"]
+    assert 0 < new["spec_accepted_tokens"] <= new["spec_draft_tokens"]
+    # Ours and vLLM's own count the same drafts.
+    assert server.metric("vllm:spec_decode_num_draft_tokens_total") == read()["spec_draft_tokens"]
+    with urllib.request.urlopen(f"{server.url}/metrics") as response:
+        page = response.read().decode()
+    assert 'vllm_ext:fallbacks_total{engine="0",method="token_recycling"' in page
+    assert server.metric("vllm_ext:fallbacks_total") == 0
+
+
+def test_method_and_options_are_logged_once(server: demo.Server) -> None:
+    log = server.log.read_text()
+    line = "speculative method token_recycling (num_speculative_tokens=4, matrix_width=8)"
+    assert log.count(line) == 1
+    assert "holds 1.57 MB" in log  # 49152 * 8 * 4 bytes
+
+
+@pytest.mark.parametrize("prompt_tokens", [1, 2046, 2047])
+def test_prompt_lengths_at_the_edges(server: demo.Server, prompt_tokens: int) -> None:
+    room = 2048 - prompt_tokens
+    reply = complete(server, [504] * prompt_tokens, min(room, 8))
+    assert reply["usage"]["completion_tokens"] == min(room, 8)
+
+
+def test_bad_requests_get_400_and_hurt_nobody(server: demo.Server) -> None:
+    for body in (
+        {"prompt": [504] * 2049, "max_tokens": 1},
+        {"prompt": "x", "max_tokens": -1},
+        {
+            "prompt": "x",
+            "max_tokens": 4,
+            "min_p": 0.1,
+            "temperature": 1,
+        },  # vLLM's own rule next to speculation
+        {"prompt": "x", "max_tokens": 4, "temperature": -1},
+    ):
+        status, reply = post(server, "/v1/completions", **body)
+        assert status == 400, (body, reply)
+    assert answer(server, "Say hello.")
+
+
+def test_aborts_in_mid_stream(server: demo.Server) -> None:
+    prompt = "Count from one to one hundred in words."
+    expected = answer(server, prompt)
+    for _ in range(3):
+        stream = server.stream(prompt, 400)
+        for _ in range(3):
+            next(stream)
+        stream.close()  # type: ignore[attr-defined]  # a generator: closes the connection
+    deadline = time.monotonic() + 20
+    while server.metric("vllm:num_requests_running") > 0:
+        assert time.monotonic() < deadline, "an aborted request still runs"
+        time.sleep(0.2)
+    assert answer(server, prompt) == expected
+
+
+def test_many_clients_get_what_one_gets(server: demo.Server) -> None:
+    """Twelve at once on four places, three of them aborting, one under a grammar."""
+    prompts = own_prompts()[:8]
+    expected = [answer(server, prompt) for prompt in prompts]
+
+    def abort(_: int) -> None:
+        stream = server.stream("Tell me a long story about the sea.", 200)
+        for _ in range(4):
+            next(stream)
+        stream.close()  # type: ignore[attr-defined]
+
+    def structured() -> Any:
+        schema = {"type": "object", "properties": {"age": {"type": "integer"}}, "required": ["age"]}
+        response_format = {"type": "json_schema", "json_schema": {"name": "person", "schema": schema}}
+        messages = [{"role": "user", "content": "How old is Ada, who was born 36 years ago?"}]
+        return post(
+            server,
+            "/v1/chat/completions",
+            messages=messages,
+            max_tokens=60,
+            response_format=response_format,
+        )
+
+    with ThreadPoolExecutor(12) as pool:
+        aborts = [pool.submit(abort, i) for i in range(3)]
+        grammar = pool.submit(structured)
+        assert list(pool.map(lambda prompt: answer(server, prompt), prompts)) == expected
+        for job in aborts:
+            job.result()
+        status, reply = grammar.result()
+    assert status == 200, reply
+    assert reply["choices"][0]["message"]["content"].lstrip().startswith("{")
+    assert server.metric("vllm_ext:fallbacks_total") == 0
+
+
+def test_a_bad_option_ends_start_up_before_the_model_is_loaded(model_dir: str) -> None:
+    bad = demo.Server("bad", model_dir, "float32", {**METHOD, "matrix_width": 0})
+    done = subprocess.run(bad.command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode != 0
+    assert "matrix_width=0 is not allowed; allowed: integer, 1 to 32" in done.stderr + done.stdout
+    assert "load model" not in done.stderr + done.stdout

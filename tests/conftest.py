@@ -15,7 +15,7 @@ os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 
-MAX_MODEL_LEN = 2048
+MAX_MODEL_LEN = 1024
 ENGINE_OPTIONS: dict[str, Any] = {
     "dtype": "float32",
     "max_model_len": MAX_MODEL_LEN,

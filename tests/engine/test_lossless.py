@@ -12,7 +12,7 @@ from vllm import SamplingParams
 
 pytestmark = pytest.mark.engine
 
-MAX_MODEL_LEN = 2048
+MAX_MODEL_LEN = 1024
 
 
 def chat(llm: Any, prompts: Sequence[str], batch_size: int, **sampling: Any) -> list[list[int]]:

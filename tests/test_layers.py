@@ -35,7 +35,7 @@ def test_folders_are_linked_namespaces(folder: str) -> None:
     link = ROOT / "vllm_ext" / folder
     assert link.is_symlink(), f"{link} is no symlink (git core.symlinks?)"
     assert link.resolve() == ROOT / folder
-    # A regular top-level package `kernels` breaks `import vllm` where the PyPI package `kernels` is installed.
+    # A regular top-level package `kernels` breaks `import vllm` beside the PyPI package `kernels`.
     assert not (ROOT / folder / "__init__.py").exists()
 
 

@@ -17,7 +17,8 @@ SCRIPT = """
 import json, sys
 from vllm import LLM, SamplingParams
 model, method, prompts = sys.argv[1], json.loads(sys.argv[2]), json.loads(sys.argv[3])
-llm = LLM(model, dtype="float32", max_model_len=512, max_num_seqs=4, enforce_eager=True, speculative_config=method)
+options = dict(dtype="float32", max_model_len=512, max_num_seqs=4, enforce_eager=True)
+llm = LLM(model, speculative_config=method, **options)
 outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=24), use_tqdm=False)
 print("RESULT" + json.dumps([o.outputs[0].token_ids for o in outputs]))
 """

@@ -4,8 +4,8 @@
 A *proposer* answers one question: which tokens may follow this prefix? The engine adapter calls it once a
 step for the whole batch, in this order:
 
-1. ``start(request)`` for each request whose prompt has just been computed for the first time;
-2. ``observe(rows)`` with every row the target model has just verified;
+1. ``observe(rows)`` with every row the target model has just verified;
+2. ``start(request)`` for each request whose prompt has just been computed for the first time;
 3. ``propose(requests)`` for the drafts of the next step;
 4. ``finish(request_id)`` when a request is gone (finished or aborted, not when preempted).
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from helpers import MAX_MODEL_LEN
 
 # Read by vLLM when it is imported and inherited by every engine the tests start.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -15,7 +16,6 @@ os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 
-MAX_MODEL_LEN = 1024
 ENGINE_OPTIONS: dict[str, Any] = {
     "dtype": "float32",
     "max_model_len": MAX_MODEL_LEN,

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+MAX_MODEL_LEN = 1024  # of the shared engines: room for the longest prompt tested, and no more
 OWN_PROMPTS = Path(__file__).parent / "data" / "prompts.jsonl"
 SHARED_DATA = Path(os.environ.get("VLLM_EXT_DATA", Path(__file__).parents[2] / "shared" / "data"))
 

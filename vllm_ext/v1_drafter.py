@@ -8,6 +8,7 @@ vLLM's own narrow ``propose()`` signature does not carry.
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -30,12 +31,10 @@ class Drafter:
                 "vllm_ext.v1_drafter.Drafter is not a speculative model of its own; name a method: "
                 '--speculative-config \'{"method": "token_recycling"}\''
             )
-        self.proposer = settings.proposer_class.from_options(
-            settings.options, vllm_config.model_config.get_vocab_size()
-        )
-        self._max_model_len: int = vllm_config.model_config.max_model_len
-        self._dtype = vllm_config.model_config.dtype
         self._vocab_size: int = vllm_config.model_config.get_vocab_size()
+        self._dtype = vllm_config.model_config.dtype
+        self._max_model_len: int = vllm_config.model_config.max_model_len
+        self.proposer = settings.proposer_class.from_options(settings.options, self._vocab_size)
         self._sampling: dict[str, Sampling] = {}  # by request id; its keys are the requests started
         self._pending: _TappedRows | None = None
         self._counters: metrics.CounterFile | None = None
@@ -176,15 +175,13 @@ class Drafter:
             self._counters.add(amounts)
 
 
+@dataclass(frozen=True, slots=True)
 class _TappedRows:
     """What `tap` keeps until the step's tokens are known; fields as in `VerifiedRows`."""
 
-    __slots__ = ("row_start", "tokens", "top_ids")
-
-    def __init__(self, row_start: Int32, tokens: Int32, top_ids: Any) -> None:
-        self.row_start = row_start
-        self.tokens = tokens
-        self.top_ids = top_ids  # device tensor: copied to the host once the runner has waited for the step
+    row_start: Int32
+    tokens: Int32
+    top_ids: Any  # device tensor, or None: copied to the host once the runner has waited for the step
 
 
 _NO_TOP_IDS = np.empty((0, 0), dtype=np.int32)

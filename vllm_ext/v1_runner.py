@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The V1 model runner, taught to hand its real state to our drafter.
 
-Only overrides that call ``super()``; what runs between them is vLLM's, verification included.
+Four small overrides; everything else is vLLM's own, verification included.
 """
 
 from __future__ import annotations

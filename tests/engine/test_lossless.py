@@ -7,12 +7,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from helpers import assert_same_outputs, own_prompts, shared_prompts
+from helpers import MAX_MODEL_LEN, assert_same_outputs, own_prompts, shared_prompts
 from vllm import SamplingParams
 
 pytestmark = pytest.mark.engine
-
-MAX_MODEL_LEN = 1024
 
 
 def chat(llm: Any, prompts: Sequence[str], batch_size: int, **sampling: Any) -> list[list[int]]:

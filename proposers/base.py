@@ -18,13 +18,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict, Field
 
-Int32 = npt.NDArray[np.int32]
+from vllm_ext.proposers.tree import DraftTree, Float32, Int32
 
 # vLLM's rejection sampler verifies at most this many draft tokens of one request in one step.
 MAX_SPECULATIVE_TOKENS = 128
@@ -39,10 +39,15 @@ class MethodOptions(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
     num_speculative_tokens: int = Field(
-        default=5,
+        default=16,
         ge=1,
         le=MAX_SPECULATIVE_TOKENS,
-        description="most draft tokens of one request verified in one step",
+        description="most draft tokens (tree nodes) of one request verified in one step",
+    )
+    budget: Literal["goodput", "fixed"] = Field(
+        default="goodput",
+        description="goodput: of each tree verify what pays at the current load, down to nothing; "
+        "fixed: always num_speculative_tokens",
     )
 
 
@@ -64,21 +69,9 @@ class Request:
     request_id: str
     tokens: Int32  # [num_tokens] prompt and output; the last one is the tree's root. A view: copy to keep
     num_prompt_tokens: int
-    budget_tokens: int  # most draft nodes to propose now: never past max_tokens or max_model_len
+    budget_tokens: int  # most draft nodes worth proposing now
+    max_depth: int  # deepest node that may be proposed: never past max_tokens or max_model_len
     sampling: Sampling
-
-
-@dataclass(frozen=True, slots=True)
-class Draft:
-    """A draft tree as flat arrays in topological order, so that every prefix of it is a tree."""
-
-    tokens: Int32  # [num_nodes] token ids
-    parents: Int32  # [num_nodes] index of the parent node, always smaller than the node's own; -1 is the root
-
-    @classmethod
-    def chain(cls, tokens: Int32) -> Draft:
-        """The tree in which each node follows the one before it. ``tokens``: int32 ``[num_nodes]``."""
-        return cls(tokens, np.arange(-1, len(tokens) - 1, dtype=np.int32))
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,8 +81,13 @@ class VerifiedRows:
     request_ids: Sequence[str]  # [num_requests]
     row_start: Int32  # [num_requests + 1] rows of request i are row_start[i]:row_start[i + 1]
     tokens: Int32  # [num_rows] the token that was this row's input
+    parents: Int32  # [num_rows] the parent row, as an offset inside the request; -1 for roots
     accepted: npt.NDArray[np.bool_]  # [num_rows] the row's input token is now part of the output; roots are
     top_ids: Int32  # [num_rows, verified_top_k] ids of the target's largest logits, best first
+    top_logits: Float32  # [num_rows, verified_top_k] those logits, before penalties, masks and temperature
+    # [num_requests] the tokens each request put out: the accepted path, then one sampled; none while a prompt
+    # is incomplete. They judge a proposed tree whole, also the part of it that was not verified.
+    emitted: Sequence[Sequence[int]]
 
 
 class Proposer(ABC):
@@ -100,7 +98,7 @@ class Proposer(ABC):
     paper: ClassVar[str]
     Options: ClassVar[type[MethodOptions]] = MethodOptions
 
-    # How many of each verified row's best token ids `observe` wants; 0 spares the top-k.
+    # How many of each verified row's best tokens `observe` wants; 0 spares the top-k.
     verified_top_k: int = 0
 
     @classmethod
@@ -120,8 +118,11 @@ class Proposer(ABC):
         """Learn from one step's verification."""
 
     @abstractmethod
-    def propose(self, requests: Sequence[Request]) -> list[Draft]:
-        """One draft for each request, in the same order; at most ``budget_tokens`` nodes, possibly none."""
+    def propose(self, requests: Sequence[Request]) -> list[DraftTree]:
+        """One tree for each request, in the same order; at most ``budget_tokens`` nodes, possibly none.
+
+        No more than a prefix of each tree is verified: the nodes worth their cost at the current load.
+        """
 
     def finish(self, request_id: str) -> None:
         """Forget a request."""

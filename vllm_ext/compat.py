@@ -57,6 +57,57 @@ HOOKS = (
         "loads our drafter",
     ),
     Hook("vllm.v1.worker.gpu_worker", "Worker.init_device", ("self",), "installs our runner"),
+    Hook(
+        "vllm.sampling_params",
+        "SamplingParams._validate_spec_decode",
+        ("self", "speculative_config"),
+        "lets requests use min_p and logit_bias",
+    ),
+    Hook(
+        "vllm.v1.attention.backends.registry",
+        "register_backend",
+        ("backend", "class_path"),
+        "puts tree attention in front of the platform's backend",
+    ),
+    Hook(
+        "vllm.v1.attention.backends.cpu_attn",
+        "CPUAttentionBackendImpl.forward",
+        ("self", "layer", "query", "key", "value", "kv_cache", "attn_metadata", "output"),
+        "attends over trees",
+    ),
+    Hook(
+        "vllm.v1.attention.backends.cpu_attn",
+        "CPUAttentionBackendImpl.do_kv_cache_update",
+        ("self", "layer", "key", "value", "kv_cache", "slot_mapping"),
+        "writes the accepted path's KV",
+    ),
+    Hook(
+        "vllm.v1.sample.rejection_sampler",
+        "RejectionSampler.forward",
+        ("self", "metadata", "draft_probs", "logits", "sampling_metadata"),
+        "verifies trees instead",
+    ),
+    Hook(
+        "vllm.v1.sample.sampler",
+        "Sampler.forward",
+        ("self", "logits", "sampling_metadata"),
+        "draws the target's tokens",
+    ),
+    Hook("vllm.v1.sample.logits_processor", "BatchUpdate", None, "tells processors of a path's tokens"),
+    Hook(
+        _RUNNER,
+        "GPUModelRunner._prepare_inputs",
+        ("self", "scheduler_output", "num_scheduled_tokens"),
+        "sets the nodes' positions",
+    ),
+    Hook(_RUNNER, "GPUModelRunner._build_attention_metadata", ("self",), "marks tree rows"),
+    Hook(
+        _RUNNER,
+        "GPUModelRunner._sample",
+        ("self", "logits", "spec_decode_metadata"),
+        "moves the accepted path's KV",
+    ),
+    Hook(_RUNNER, "GPUModelRunner.initialize_kv_cache", ("self",), "asks whether the layers take trees"),
     Hook(_RUNNER, "GPUModelRunner.sample_tokens", ("self", "grammar_output"), "taps the target's logits"),
     Hook(
         _RUNNER,
@@ -204,6 +255,18 @@ def check_vllm_config(vllm_config: Any, method: str) -> None:
                 f"runner={vllm_config.model_config.runner_type!r}",
                 "must be 'generate': a pooling model decodes nothing.",
             )
+        )
+    if vllm_config.model_config.is_hybrid or vllm_config.model_config.is_attention_free:
+        raise ValueError(
+            _refusal(
+                method,
+                f"model {vllm_config.model_config.model!r}",
+                "has recurrent (Mamba-like) layers, whose state vLLM cannot take back for this method.",
+            )
+        )
+    if vllm_config.parallel_config.use_ubatching:
+        raise ValueError(
+            _refusal(method, "microbatching (--enable-dbo)", "must be off: it splits a step's trees.")
         )
     if not (current_platform.is_cpu() or current_platform.is_cuda_alike()):
         raise ValueError(

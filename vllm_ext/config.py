@@ -92,6 +92,8 @@ def option_rows(options: type[MethodOptions]) -> list[tuple[str, str, str, str]]
     for name, field in schema.items():
         low, high = field.get("minimum"), field.get("maximum")
         allowed = field["type"] + (f", {low} to {high}" if low is not None else "")
+        if "enum" in field:
+            allowed = " or ".join(map(repr, field["enum"]))
         rows.append((name, str(field.get("default")), allowed, field.get("description", "")))
     return rows
 

@@ -25,17 +25,25 @@ from vllm_ext import config
 
 logger = init_logger("vllm.vllm_ext")
 
-# Why a step went on without drafts it should have had.
-FALLBACK_REASONS = ("proposer_error",)
+# Why a step of a request went on with less than the method could do: without drafts, or with a chain.
+FALLBACK_REASONS = ("proposer_error", "structured_output_chain", "model_chain")
 
 _DOCUMENTATION = {
-    "spec_draft_tokens": "Draft tokens verified by the target.",
+    "spec_draft_tokens": "Draft tokens (tree nodes) verified by the target.",
     "spec_accepted_tokens": "Draft tokens accepted.",
     "spec_emitted_tokens": "Tokens emitted, accepted drafts and the target's own.",
     "spec_steps": "Steps of a request that emitted tokens; emitted / steps is tokens per step.",
 }
 _FALLBACK = "fallbacks"
 COUNTERS = (*_DOCUMENTATION, *(f"{_FALLBACK}:{reason}" for reason in FALLBACK_REASONS))
+
+# What the goodput budget thinks, of the last step it decided.
+GAUGES = {
+    "spec_budget_nodes_per_request": "Draft nodes per request the goodput budget chose last.",
+    "spec_budget_gain": "Tokens per second the budget expects, as a multiple of not speculating.",
+    "spec_budget_step_seconds": "Step time the budget predicts for its choice.",
+    "spec_budget_correction": "Accepted drafts as a multiple of those the drafter predicted, recently.",
+}
 
 
 def counter_path(vllm_config: Any, engine_index: int) -> Path:
@@ -56,17 +64,30 @@ class CounterFile:
         flags = os.O_RDWR | os.O_NOFOLLOW | (os.O_CREAT if create else 0)
         descriptor = os.open(path, flags, 0o600)
         self._file = os.fdopen(descriptor, "r+b")
-        # [2, num_counters]: row 0 counted by the worker, row 1 already exported.
+        # [2, num_counters]: row 0 counted by the worker, row 1 already exported. Gauges stand behind.
         shape = (2, len(COUNTERS))
+        offset = 8 * shape[0] * shape[1]
         if create:
-            os.ftruncate(descriptor, 8 * shape[0] * shape[1])
+            os.ftruncate(descriptor, offset + 8 * len(GAUGES))
             atexit.register(path.unlink, missing_ok=True)
         self._cells = np.memmap(self._file, dtype=np.int64, mode="r+", shape=shape)
+        self._gauges = np.memmap(
+            self._file, dtype=np.float64, mode="r+", offset=offset, shape=(len(GAUGES),)
+        )
 
     def add(self, amounts: Mapping[str, int]) -> None:
         """Worker side: count. Keys are names of `COUNTERS`."""
         for name, amount in amounts.items():
             self._cells[0, COUNTERS.index(name)] += amount
+
+    def set_gauges(self, values: Mapping[str, float]) -> None:
+        """Worker side: keys are names of `GAUGES`."""
+        for place, name in enumerate(GAUGES):
+            self._gauges[place] = values[name]
+
+    def gauges(self) -> dict[str, float]:
+        """The values last set; zeros before."""
+        return dict(zip(GAUGES, self._gauges.tolist(), strict=True))
 
     def totals(self) -> dict[str, int]:
         """All that was counted."""
@@ -123,6 +144,8 @@ class StatLogger(StatLoggerBase):  # type: ignore[misc]  # vLLM is untyped to us
             self._export(dict.fromkeys(COUNTERS, 0))
         if new := self._file.take():
             self._export(new)
+            for name, value in self._file.gauges().items():
+                _prometheus_gauge(name, tuple(self._labels)).labels(**self._labels).set(value)
 
     def log_engine_initialized(self) -> None:
         """Nothing to say: the method was logged when the config was made."""
@@ -134,12 +157,21 @@ class StatLogger(StatLoggerBase):  # type: ignore[misc]  # vLLM is untyped to us
             _prometheus_counter(name, tuple(labels)).labels(**labels).inc(amount)
 
 
+# One collector of each name for a process: several engines in it differ by label.
 _prometheus_counters: dict[str, prometheus_client.Counter] = {}
+_prometheus_gauges: dict[str, prometheus_client.Gauge] = {}
 
 
 def _prometheus_counter(name: str, labels: tuple[str, ...]) -> prometheus_client.Counter:
-    """One collector for a process: several engines in it differ by label."""
     if name not in _prometheus_counters:
         documentation = _DOCUMENTATION.get(name, "Steps that went on without drafts, by reason.")
         _prometheus_counters[name] = prometheus_client.Counter(f"vllm_ext:{name}", documentation, labels)
     return _prometheus_counters[name]
+
+
+def _prometheus_gauge(name: str, labels: tuple[str, ...]) -> prometheus_client.Gauge:
+    if name not in _prometheus_gauges:
+        _prometheus_gauges[name] = prometheus_client.Gauge(
+            f"vllm_ext:{name}", GAUGES[name], labels, multiprocess_mode="mostrecent"
+        )
+    return _prometheus_gauges[name]

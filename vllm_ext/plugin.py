@@ -56,7 +56,7 @@ def _create_engine_config(original: Any, engine_args: Any, *args: Any, **kwargs:
 
     from vllm.logger import init_logger
 
-    from vllm_ext import compat
+    from vllm_ext import compat, patches
 
     compat.check_version()
     requested = dict(engine_args.speculative_config)
@@ -95,6 +95,7 @@ def _create_engine_config(original: Any, engine_args: Any, *args: Any, **kwargs:
         for name, value in saved.items():
             setattr(engine_args, name, value)
     compat.check_vllm_config(vllm_config, settings.method)
+    patches.allow_all_sampling_parameters(DRAFTER_CLASS)
     # Our counters are a file named after the instance; vLLM's own five hex digits could meet on a busy host.
     vllm_config.instance_id = uuid.uuid4().hex
     init_logger("vllm.vllm_ext").info("vllm-ext %s: speculative method %s", __version__, settings)

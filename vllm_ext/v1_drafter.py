@@ -8,15 +8,17 @@ vLLM's own narrow ``propose()`` signature does not carry.
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 from vllm.logger import init_logger
 
 from vllm_ext import config, metrics
 from vllm_ext.kernels.top_k import top_k_ids
-from vllm_ext.proposers.base import Draft, Int32, Request, Sampling, VerifiedRows
+from vllm_ext.proposers.budget import GoodputBudget
+from vllm_ext.proposers.base import DraftTree, Float32, Int32, Request, Sampling, VerifiedRows
+from vllm_ext.v1_trees import StepTrees
 
 logger = init_logger("vllm.vllm_ext")
 
@@ -36,13 +38,24 @@ class Drafter:
         self._max_model_len: int = vllm_config.model_config.max_model_len
         self.proposer = settings.proposer_class.from_options(settings.options, self._vocab_size)
         self._sampling: dict[str, Sampling] = {}  # by request id; its keys are the requests started
-        self._pending: _TappedRows | None = None
+        self._top: tuple[Int32, Float32] | None = None  # of this step's rows, from `tap` to `step`
+        # By request id, the tree of the next step. The scheduler may cut it.
+        self.proposed: dict[str, DraftTree] = {}
+        # Why this model's drafts are chains; None where it can verify trees. Set once the caches are bound.
+        self.chain_reason: str | None = None
         self._counters: metrics.CounterFile | None = None
         if vllm_config.parallel_config.rank == 0:
             self._counters = metrics.CounterFile(
                 metrics.counter_path(vllm_config, vllm_config.parallel_config.data_parallel_index),
                 create=True,
             )
+        self.budget: GoodputBudget | None = None
+        if settings.options.budget == "goodput":
+            self.budget = GoodputBudget(settings.options.num_speculative_tokens)
+        # A clock differs between ranks, and what follows from it may only decide how much of a tree is
+        # scheduled (rank 0's does), never which tree is made.
+        self._may_hint = vllm_config.parallel_config.world_size == 1
+        self._step_ended = 0.0
         self.tap_seconds = 0.0  # time spent in `tap`; the rest of the drafting is timed from outside
 
     def load_model(self, model: Any) -> None:
@@ -61,28 +74,39 @@ class Drafter:
         """vLLM's own entry; ours is `step`. Reached only when our worker is not in place."""
         raise RuntimeError("vllm-ext's runner is not installed; leave worker_cls at 'auto'")
 
-    def tap(self, runner: Any, state: Any) -> None:
-        """Before sampling: keep what the step's logits say, while no sampler has written into them."""
-        started = time.perf_counter()
-        num_requests: int = runner.input_batch.num_reqs
-        num_drafts = np.asarray(state.spec_decode_metadata.num_draft_tokens, dtype=np.int32)
-        num_rows = num_drafts + 1
-        row_start = np.zeros(num_requests + 1, dtype=np.int32)
-        np.cumsum(num_rows, out=row_start[1:])
-        # A request's rows are the last ones of its query: root, then drafts (earlier ones are prompt).
-        query_end = runner.query_start_loc.np[1 : num_requests + 1]
-        position = np.arange(row_start[-1]) + np.repeat(query_end - row_start[1:], num_rows)
-        width = self.proposer.verified_top_k
-        self._pending = _TappedRows(
-            row_start, runner.input_ids.np[position], top_k_ids(state.logits, width) if width else None
-        )
-        self.tap_seconds += time.perf_counter() - started
+    def tap(self, trees: StepTrees, logits: Any) -> Int32 | None:
+        """Before sampling: keep what the step's logits say, while no sampler has written into them.
 
-    def step(self, runner: Any, num_draft_tokens: int, sampled: list[list[int]]) -> list[list[int]]:
+        Args:
+            trees: the step's rows.
+            logits: ``[num_rows, vocab]``, the target's.
+
+        Returns:
+            int32 ``[num_rows, verified_top_k]``, ids of each row's largest logits; None when the proposer
+            does not want them.
+        """
+        width = self.proposer.verified_top_k
+        if not width:
+            return None
+        started = time.perf_counter()
+        try:
+            top_ids = top_k_ids(logits, width)
+            top_logits = logits.gather(1, top_ids.to(torch.int64)).to(torch.float32)
+            self._top = top_ids.cpu().numpy(), top_logits.cpu().numpy()
+        except Exception:
+            self._top = None
+            self._fault("reading the logits failed; nothing is learnt from this step")
+        self.tap_seconds += time.perf_counter() - started
+        return None if self._top is None else self._top[0]
+
+    def step(
+        self, runner: Any, trees: StepTrees, num_draft_tokens: int, sampled: list[list[int]]
+    ) -> list[list[int]]:
         """After sampling: learn from the step, draft for the next.
 
         Args:
             runner: vLLM's V1 model runner, its batch already holding the sampled tokens.
+            trees: the rows this step verified.
             num_draft_tokens: most draft tokens vLLM will schedule for one request.
             sampled: by batch index, the tokens of this step; none for an unfinished prompt.
 
@@ -91,39 +115,112 @@ class Drafter:
         """
         drafts: list[list[int]] = [[] for _ in sampled]
         try:
-            self._observe(runner, sampled)
+            self._observe(runner, trees, sampled)
             requests, slots = self._requests(runner, num_draft_tokens, sampled)
-            for slot, draft in zip(slots, self.proposer.propose(requests), strict=True):
-                drafts[slot] = _as_chain(draft)
+            proposals = [
+                self._allowed(runner, request, tree)
+                for request, tree in zip(requests, self.proposer.propose(requests), strict=True)
+            ]
+            sizes = self._sizes(requests, proposals)
+            for request, slot, tree, size in zip(requests, slots, proposals, sizes, strict=True):
+                # Whole, not cut: other ranks' clocks may have chosen other sizes, and rank 0's is scheduled.
+                self.proposed[request.request_id] = tree
+                drafts[slot] = tree.tokens[:size].tolist()
         except Exception:
             # A drafter's fault costs speed, never a request.
-            logger.exception("vllm-ext: drafting failed; this step goes on without drafts")
-            self._count({"fallbacks:proposer_error": 1})
+            self._fault("drafting failed; this step goes on without drafts")
             return [[] for _ in sampled]
+        self._clock_step(runner, trees)
         return drafts
+
+    def _fault(self, what: str) -> None:
+        """Log the exception in hand and count it. Call in an except block."""
+        logger.exception("vllm-ext: %s", what)
+        self._count({"fallbacks:proposer_error": 1})
+
+    def _allowed(self, runner: Any, request: Request, tree: DraftTree) -> DraftTree:
+        """The tree, or its best chain where only a chain can be verified."""
+        if self.chain_reason is not None:
+            reason = "model_chain"
+        elif runner.requests[request.request_id].sampling_params.structured_outputs is not None:
+            # vLLM masks the logits along the flat list of drafts: right for a chain, wrong for a tree.
+            reason = "structured_output_chain"
+        else:
+            return tree
+        if tree.is_chain:
+            return tree
+        self._count({f"fallbacks:{reason}": 1})
+        return tree.best_chain()
+
+    def _sizes(self, requests: list[Request], trees: list[DraftTree]) -> list[int]:
+        """How many nodes of each tree the next step verifies."""
+        if self.budget is None:
+            return [len(tree) for tree in trees]
+        sizes = self.budget.choose(
+            [request.request_id for request in requests],
+            [tree.probabilities for tree in trees],
+            sum(len(request.tokens) for request in requests),
+        )
+        if self._counters is not None:
+            state = self.budget.state()
+            self._counters.set_gauges({name: state[name.removeprefix("spec_budget_")] for name in metrics.GAUGES})
+        return sizes
+
+    def _clock_step(self, runner: Any, trees: StepTrees) -> None:
+        """Tell the budget what the step that ends now has cost.
+
+        From the end of the step before, where the engine was busy, so that what lies between the worker's
+        calls counts; from this step's start after a pause.
+        """
+        now = time.perf_counter()
+        busy, cycle = now - runner.step_started, now - self._step_ended
+        self._step_ended = now
+        query_tokens = int(runner.query_start_loc.np[len(trees.query_row)])
+        if self.budget is not None and query_tokens == trees.row_start[-1]:  # no prompt in it
+            self.budget.cost.record(
+                cycle if cycle < 2 * busy else busy, query_tokens, len(trees.query_row), int(trees.context.sum())
+            )
 
     def finish(self, request_id: str) -> None:
         """A request is gone."""
+        self.proposed.pop(request_id, None)
         if self._sampling.pop(request_id, None) is not None:
             self.proposer.finish(request_id)
+            if self.budget is not None:
+                self.budget.finish(request_id)
 
     def counters(self) -> dict[str, int]:
         """Totals by counter name; empty where another rank counts."""
         return {} if self._counters is None else self._counters.totals()
 
-    def _observe(self, runner: Any, sampled: list[list[int]]) -> None:
-        rows, self._pending = self._pending, None
-        if rows is None:
-            return
-        emitted = np.array([len(tokens) for tokens in sampled], dtype=np.int32)
-        num_rows = np.diff(rows.row_start)
-        # Row j of a request is the root (j = 0) or draft j; a step that emits n tokens accepted n - 1 drafts.
-        index = np.arange(rows.row_start[-1]) - np.repeat(rows.row_start[:-1], num_rows)
-        accepted = index < np.repeat(np.maximum(emitted, 1), num_rows)
-        top_ids = rows.top_ids.cpu().numpy() if rows.top_ids is not None else _NO_TOP_IDS
-        self.proposer.observe(
-            VerifiedRows(runner.input_batch.req_ids, rows.row_start, rows.tokens, accepted, top_ids)
-        )
+    def _observe(self, runner: Any, trees: StepTrees, sampled: list[list[int]]) -> None:
+        num_rows = np.diff(trees.row_start)
+        accepted = trees.parents < 0
+        for start, path in zip(trees.row_start.tolist(), trees.accepted, strict=False):
+            accepted[[start + row for row in path]] = True
+        top, self._top = self._top, None
+        if top is not None or not self.proposer.verified_top_k:
+            self.proposer.observe(
+                VerifiedRows(
+                    runner.input_batch.req_ids,
+                    trees.row_start,
+                    trees.tokens,
+                    trees.parents,
+                    accepted,
+                    *(top or (_NO_TOP_IDS, _NO_TOP_LOGITS)),
+                    emitted=sampled,
+                )
+            )
+        if self.budget is not None:
+            names = runner.input_batch.req_ids
+            self.budget.observe(
+                names,
+                [
+                    float(self.proposed[name].probabilities[: count - 1].sum()) if count > 1 else 0.0
+                    for name, count in zip(names, num_rows.tolist(), strict=True)
+                ],
+                [len(path) for path in trees.accepted],
+            )
         kept = [
             _kept(runner.requests[request_id].sampling_params, tokens)
             for request_id, tokens in zip(runner.input_batch.req_ids, sampled, strict=True)
@@ -156,12 +253,18 @@ class Drafter:
             started = request_id in self._sampling
             if not started:
                 self._sampling[request_id] = _sampling(params)
+            # Each node takes a slot behind the root, accepted or not.
+            budget_tokens = min(num_draft_tokens, self._max_model_len - num_tokens)
+            if self.budget is not None and self._may_hint:
+                budget_tokens = min(budget_tokens, self.budget.hint(request_id))
+            # A step that accepts n drafts emits n + 1 tokens.
+            max_depth = max(left - 1, 0)
             request = Request(
                 request_id=request_id,
                 tokens=batch.token_ids_cpu[slot, :num_tokens],
                 num_prompt_tokens=state.num_prompt_tokens,
-                # A step that accepts n drafts emits n + 1 tokens.
-                budget_tokens=max(min(num_draft_tokens, left - 1), 0),
+                budget_tokens=budget_tokens if max_depth else 0,
+                max_depth=max_depth,
                 sampling=self._sampling[request_id],
             )
             if not started:
@@ -175,25 +278,8 @@ class Drafter:
             self._counters.add(amounts)
 
 
-@dataclass(frozen=True, slots=True)
-class _TappedRows:
-    """What `tap` keeps until the step's tokens are known; fields as in `VerifiedRows`."""
-
-    row_start: Int32
-    tokens: Int32
-    top_ids: Any  # device tensor, or None: copied to the host once the runner has waited for the step
-
-
 _NO_TOP_IDS = np.empty((0, 0), dtype=np.int32)
-
-
-def _as_chain(draft: Draft) -> list[int]:
-    """vLLM verifies chains: a branching draft would be accepted along the wrong path."""
-    num_nodes = len(draft.tokens)
-    if not np.array_equal(draft.parents, np.arange(-1, num_nodes - 1)):
-        raise ValueError("a proposer returned a branching draft; this runner verifies chains")
-    tokens: list[int] = draft.tokens.tolist()
-    return tokens
+_NO_TOP_LOGITS = np.empty((0, 0), dtype=np.float32)
 
 
 def _sampling(params: Any) -> Sampling:

@@ -1,33 +1,246 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The V1 model runner, taught to hand its real state to our drafter.
+"""The V1 model runner, taught tree speculation: positions, attention metadata, verification, KV compaction.
 
-Four small overrides; everything else is vLLM's own, verification included.
+Overrides of five methods and one attribute (the rejection sampler); everything else is vLLM's own. A step:
+
+1. ``_prepare_inputs``: vLLM lays the drafts out as a chain; nodes get their rotary positions.
+2. ``_build_attention_metadata``: the metadata learns which rows are trees.
+3. ``sample_tokens``: the logits are tapped, the tree is walked (`v1_sampler`), and in ``_sample`` the KV of
+   the accepted path moves into the slots a chain would have had, so that vLLM's rollback is right.
+4. ``propose_draft_token_ids``: our drafter makes the trees of the next step.
 """
 
 from __future__ import annotations
 
+import time
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
+import torch
+from vllm.logger import init_logger
+from vllm.utils.torch_utils import PIN_MEMORY
+from vllm.v1.sample.logits_processor import BUILTIN_LOGITS_PROCESSORS, LogitsProcessors
+
+from vllm_ext import v1_attention
+from vllm_ext.proposers.base import Int32
 from vllm_ext.v1_drafter import Drafter
+from vllm_ext.v1_sampler import TreeSampler
+from vllm_ext.v1_trees import StepTrees
+
+logger = init_logger("vllm.vllm_ext")
+
+CALIBRATION_RUNS = 3  # the fastest counts: noise only adds
 
 
 class SpeculativeRunner:
     """Mixin in front of vLLM's V1 runner class of any platform."""
 
+    # vLLM's.
     drafter: Drafter
     execute_model_state: Any
+    positions: torch.Tensor
+    input_batch: Any
+    device: torch.device
+
+    # Ours, between the methods of one step.
+    step_trees: StepTrees | None = None
+    greedy_choice: Int32 | None = None  # [num_rows] argmax of each row, while no mask is in the logits
+    step_started: float = 0.0
+
+    def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> Any:
+        """After vLLM has bound the caches: find out whether this model can verify trees."""
+        result = super().initialize_kv_cache(*args, **kwargs)  # type: ignore[misc]
+        self.drafter.chain_reason = self._chain_reason()
+        if self.drafter.chain_reason is not None:
+            logger.warning(
+                "vllm-ext: drafting chains instead of trees: %s. Output is the same; `vllm-ext doctor` lists "
+                "what trees need.",
+                self.drafter.chain_reason,
+            )
+        return result
+
+    def _chain_reason(self) -> str | None:
+        runner: Any = self
+        if runner.uses_mrope:
+            return "multimodal rotary positions (M-RoPE) are not supported"
+        if runner.dcp_world_size > 1:
+            return f"decode_context_parallel_size={runner.dcp_world_size} is not supported"
+        for layer in self._attention_layers():
+            if problem := v1_attention.layer_problem(layer):
+                return problem
+        return None
+
+    def _attention_layers(self) -> list[Any]:
+        runner: Any = self
+        context = runner.compilation_config.static_forward_context
+        return [
+            context[name]
+            for groups in runner.attn_groups
+            for group in groups
+            for name in group.layer_names
+        ]
+
+    def calibrate(self) -> None:
+        """Time forward passes of several sizes, so that the budget need not find out at users' expense.
+
+        Without attention, whose share is small at short contexts and learnt from real steps.
+        """
+        runner: Any = self
+        budget, scheduler = self.drafter.budget, runner.scheduler_config
+        if budget is None:
+            return
+        most = min(scheduler.max_num_seqs * (1 + budget.ceiling), scheduler.max_num_batched_tokens)
+        sizes = [1 << power for power in range(8) if 1 << power <= most]
+        seconds = []
+        for size in sizes:
+            times = []
+            for _ in range(CALIBRATION_RUNS):
+                started = time.perf_counter()
+                hidden_states, _ = runner._dummy_run(size)
+                runner.model.compute_logits(hidden_states[:size])
+                runner._sync_device()
+                times.append(time.perf_counter() - started)
+            seconds.append(min(times))
+        budget.cost.calibrate(sizes, seconds)
+        curve = ", ".join(f"{size}: {1e3 * s:.1f}" for size, s in zip(sizes, seconds, strict=True))
+        logger.info("vllm-ext: milliseconds of a forward pass by query tokens: %s", curve)
+
+    def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        """vLLM's, timed."""
+        self.step_started = time.perf_counter()
+        return super().execute_model(scheduler_output, *args, **kwargs)  # type: ignore[misc]
+
+    def _prepare_inputs(self, scheduler_output: Any, num_scheduled_tokens: Any) -> Any:
+        """vLLM's inputs, with the rotary positions of tree nodes. Slots stay those of the flat list."""
+        result = super()._prepare_inputs(scheduler_output, num_scheduled_tokens)  # type: ignore[misc]
+        runner: Any = self
+        num_requests = self.input_batch.num_reqs
+        trees = StepTrees.from_step(
+            self.input_batch.req_ids,
+            result[1].num_draft_tokens,
+            scheduler_output.scheduled_spec_decode_tokens,
+            self.drafter.proposed,
+            runner.query_start_loc.np[: num_requests + 1],
+            num_scheduled_tokens,
+            self.input_batch.num_computed_tokens_cpu[:num_requests],
+            runner.input_ids.np,
+        )
+        if trees.branching:
+            rows, positions = trees.branching_rows()
+            self.positions[_to(rows, self.device)] = _to(positions, self.device).to(self.positions.dtype)
+        self.step_trees = trees
+        return result
+
+    def _build_attention_metadata(self, *args: Any, **kwargs: Any) -> Any:
+        """vLLM's metadata, marked with the step's trees."""
+        metadata, common = super()._build_attention_metadata(*args, **kwargs)  # type: ignore[misc]
+        trees = self.step_trees
+        if trees is not None and trees.branching and isinstance(metadata, dict):
+            runner: Any = self
+            for groups in runner.attn_groups:
+                for group in groups:
+                    of_group = metadata[group.layer_names[0]]
+                    setattr(of_group, v1_attention.TREES, self._tree_metadata(trees, group, of_group, common))
+        return metadata, common
+
+    def _tree_metadata(
+        self, trees: StepTrees, group: Any, metadata: Any, common: Any
+    ) -> v1_attention.TreeMetadata:
+        branching = np.array(trees.branching)
+        num_rows = np.diff(trees.row_start)
+        others = np.setdiff1d(np.arange(len(num_rows)), branching)
+        stock = rows = None
+        if len(others):
+            stock, rows = self._stock_metadata(others, group, metadata, common)
+        return v1_attention.TreeMetadata(
+            block_table=metadata.block_table[_to(branching, self.device)],
+            first_row=_to(trees.query_row[branching], self.device),
+            num_rows=_to(num_rows[branching], self.device),
+            context_len=_to(trees.context[branching], self.device),
+            parents=_to(np.concatenate([trees.parents[trees.rows(i)] for i in branching]), self.device),
+            stock=stock,
+            stock_rows=rows,
+        )
+
+    def _stock_metadata(self, requests: Any, group: Any, metadata: Any, common: Any) -> tuple[Any, Any]:
+        """vLLM's own metadata of some requests of the step, and the query rows they have."""
+        runner: Any = self
+        start = runner.query_start_loc.np
+        length = start[requests + 1] - start[requests]
+        new_start = np.zeros(len(requests) + 1, dtype=np.int32)
+        np.cumsum(length, out=new_start[1:])
+        rows = np.arange(new_start[-1]) + np.repeat(start[requests] - new_start[:-1], length)
+        index, row_index = _to(requests, self.device), _to(rows, self.device)
+        part = replace(
+            common,
+            query_start_loc=_to(new_start, self.device),
+            query_start_loc_cpu=torch.from_numpy(new_start),
+            seq_lens=common.seq_lens[index],
+            num_reqs=len(requests),
+            num_actual_tokens=len(rows),
+            max_query_len=int(length.max()),
+            block_table_tensor=metadata.block_table[index],
+            slot_mapping=metadata.slot_mapping[row_index],
+            positions=self.positions[row_index],
+            is_prefilling=common.is_prefilling[requests] if common.is_prefilling is not None else None,
+            seq_lens_cpu_upper_bound=common.seq_lens_cpu_upper_bound[requests],
+        )
+        return group.get_metadata_builder(0).build(0, part), row_index
 
     def sample_tokens(self, grammar_output: Any) -> Any:
         """Tap the logits first: vLLM writes the grammar's mask and the sampler's work into them."""
-        if self.execute_model_state is not None:
-            self.drafter.tap(self, self.execute_model_state)
+        state = self.execute_model_state
+        if state is not None:
+            assert self.step_trees is not None
+            top_ids = self.drafter.tap(self.step_trees, state.logits)
+            self.greedy_choice = None if grammar_output is not None or top_ids is None else top_ids[:, 0]
         return super().sample_tokens(grammar_output)  # type: ignore[misc]
+
+    def _sample(self, logits: Any, spec_decode_metadata: Any) -> Any:
+        """Walk the trees, then make the KV cache what it would be had the accepted path been a chain."""
+        result = super()._sample(logits, spec_decode_metadata)  # type: ignore[misc]
+        trees = self.step_trees
+        if trees is not None and trees.branching:
+            source, target = trees.moves()
+            if len(source):
+                self._move_kv(_to(source, self.device), _to(target, self.device))
+        return result
+
+    def _move_kv(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        """Copy KV rows between the slots of two lists of query rows, by the backend's own writer."""
+        runner: Any = self
+        context = runner.compilation_config.static_forward_context
+        for group_id, groups in enumerate(runner.attn_groups):
+            slots = self.input_batch.block_table[group_id].slot_mapping.gpu
+            from_slots, to_slots = slots[source], slots[target]
+            for group in groups:
+                blocks = offsets = None
+                for name in group.layer_names:
+                    layer = context[name]
+                    impl, kv_cache = layer.impl, layer.kv_cache
+                    if impl.kv_sharing_target_layer_name is not None:
+                        continue  # another layer's cache, moved with that layer
+                    key_cache, value_cache = impl.kv_views(kv_cache)
+                    if blocks is None:
+                        blocks = from_slots // key_cache.shape[2]
+                        offsets = from_slots % key_cache.shape[2]
+                    # Indexing copies, so a slot may be source and target.
+                    impl.do_kv_cache_update(
+                        layer,
+                        key_cache[blocks, :, offsets],
+                        value_cache[blocks, :, offsets],
+                        kv_cache,
+                        to_slots,
+                    )
 
     def propose_draft_token_ids(
         self, scheduler_output: Any, sampled_token_ids: list[list[int]], *args: Any, **kwargs: Any
     ) -> list[list[int]]:
         """Draft with the request's real state instead of vLLM's padded token table."""
-        return self.drafter.step(self, scheduler_output.num_spec_tokens_to_schedule, sampled_token_ids)
+        trees, self.step_trees = self.step_trees, None
+        assert trees is not None
+        return self.drafter.step(self, trees, scheduler_output.num_spec_tokens_to_schedule, sampled_token_ids)
 
     def _input_fits_in_drafter(self, common_attn_metadata: Any) -> bool:
         """Always: the drafter clips each request on its own.
@@ -48,10 +261,22 @@ class SpeculativeRunner:
 
 
 def install(runner: Any) -> None:
-    """Put the mixin in front of a constructed runner's class.
+    """Put the mixin in front of a constructed runner's class, and our verifier in the place of vLLM's.
 
     The CPU worker builds its runner inline, so there is no method to override that returns it; giving the
     finished object a subclass is the same for every platform and moves no state.
     """
     base = type(runner)
     runner.__class__ = type(f"Speculative{base.__name__}", (SpeculativeRunner, base), {})
+    sampler = TreeSampler(runner.sampler, runner.speculative_config, runner.device)
+    # Not a submodule: a runner is no nn.Module, and vLLM walks no module tree through its sampler.
+    sampler.runner = runner
+    runner.rejection_sampler = sampler
+    # With any speculation vLLM builds the minimum-length processor only; the walk is right with all of them.
+    runner.input_batch.logitsprocs = LogitsProcessors(
+        processor(runner.vllm_config, runner.device, PIN_MEMORY) for processor in BUILTIN_LOGITS_PROCESSORS
+    )
+
+
+def _to(array: Any, device: torch.device) -> torch.Tensor:
+    return torch.from_numpy(np.ascontiguousarray(array)).to(device)

@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from vllm.platforms import current_platform
 
-from vllm_ext import compat, v1_runner
+from vllm_ext import compat, v1_attention, v1_runner
 from vllm_ext.v1_drafter import Drafter
 
 if current_platform.is_cpu():
@@ -20,8 +22,15 @@ class Worker(PlatformWorker):  # type: ignore[misc]  # vLLM is untyped to us
     def init_device(self) -> None:
         """Refuse a vLLM that has moved before any model is loaded, then install the runner."""
         compat.check_hooks()
+        v1_attention.register()
         super().init_device()
         v1_runner.install(self.model_runner)
+
+    def compile_or_warm_up_model(self) -> Any:
+        """vLLM's last step before serving; then the model's costs are measured."""
+        times = super().compile_or_warm_up_model()
+        self.model_runner.calibrate()
+        return times
 
     def vllm_ext_counters(self) -> dict[str, int]:
         """This rank's totals since start-up, for ``LLM.collective_rpc``; empty on ranks that do not count."""

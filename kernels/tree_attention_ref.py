@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`tree_attention` as it is defined, one request at a time: the readable form the others are tested against."""
+
+import torch
+
+
+def tree_attention_ref(
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    output: torch.Tensor,
+    block_table: torch.Tensor,
+    first_row: torch.Tensor,
+    num_rows: torch.Tensor,
+    context_len: torch.Tensor,
+    parents: torch.Tensor,
+    scale: float,
+) -> None:
+    """See `vllm_ext.kernels.tree_attention.tree_attention`, which validates."""
+    num_heads, (num_kv_heads, block_size) = query.shape[1], key_cache.shape[1:3]
+    end = 0
+    for request, (first, rows, context) in enumerate(
+        zip(first_row.tolist(), num_rows.tolist(), context_len.tolist(), strict=True)
+    ):
+        start, end = end, end + rows
+        length = context + rows
+        blocks = block_table[request, : -(-length // block_size)].long()
+        # [blocks, heads, block, head] -> [heads, length, head], each KV head repeated for its query heads.
+        keys, values = (
+            cache[blocks]
+            .transpose(0, 1)
+            .flatten(1, 2)[:, :length]
+            .float()
+            .repeat_interleave(num_heads // num_kv_heads, dim=0)
+            for cache in (key_cache, value_cache)
+        )
+        visible = torch.zeros(rows, length, dtype=torch.bool)
+        visible[:, :context] = True
+        for row, parent in enumerate(parents[start:end].tolist()):
+            if parent >= 0:
+                visible[row, context:] = visible[parent, context:]
+            visible[row, context + row] = True
+        queries = query[first : first + rows].transpose(0, 1).float()
+        scores = queries @ keys.transpose(1, 2) * scale
+        scores.masked_fill_(~visible.to(scores.device), float("-inf"))
+        output[first : first + rows] = (scores.softmax(-1) @ values).transpose(0, 1).to(output.dtype)

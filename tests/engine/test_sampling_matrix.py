@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every sampling option gives, next to trees, the tokens it gives without speculation (float32)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from helpers import assert_same_outputs, own_prompts
+from vllm import SamplingParams
+from vllm.sampling_params import StructuredOutputsParams
+
+pytestmark = pytest.mark.engine
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string"}, "age": {"type": "integer"}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+
+GREEDY: dict[str, Any] = {"temperature": 0}
+SEEDED: dict[str, Any] = {"temperature": 0.8, "seed": 11}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "greedy": GREEDY,
+    "temperature": SEEDED,
+    "hot": {"temperature": 1.5, "seed": 4},
+    "top_p-top_k": {**SEEDED, "top_p": 0.9, "top_k": 40},
+    "min_p": {**SEEDED, "min_p": 0.1},
+    "logit_bias": {**GREEDY, "logit_bias": {28: -4.0, 30: 3.0, 253: -100.0}},
+    "logit_bias-seeded": {**SEEDED, "logit_bias": {28: -4.0, 30: 3.0}, "min_p": 0.05},
+    "repetition_penalty": {**GREEDY, "repetition_penalty": 1.3},
+    "frequency_penalty": {**GREEDY, "frequency_penalty": 0.7},
+    "presence_penalty-seeded": {**SEEDED, "presence_penalty": 0.7, "frequency_penalty": 0.3},
+    "bad_words": {**GREEDY, "bad_words": [" the", " of the", " and a"]},
+    "min_tokens": {**GREEDY, "min_tokens": 25, "stop_token_ids": [28, 30, 198]},
+    "allowed_token_ids": {**GREEDY, "allowed_token_ids": [*range(0, 20000, 2), 1, 28, 30]},
+    "logprobs": {**GREEDY, "logprobs": 3},
+    "logprobs-seeded": {**SEEDED, "logprobs": 2, "top_k": 20},
+    "stop": {**GREEDY, "stop": ["the", "."]},
+    "n": {**SEEDED, "n": 3},
+}
+
+
+def chat(
+    llm: Any, prompts: Sequence[str], batch_size: int, sampling: Sequence[dict[str, Any]], max_tokens: int = 32
+) -> list[Any]:
+    """Completions (with all they carry) of each prompt, ``batch_size`` at a time; options by prompt, cyclic."""
+    result = []
+    for start in range(0, len(prompts), batch_size):
+        chunk = range(start, min(start + batch_size, len(prompts)))
+        params = [SamplingParams(max_tokens=max_tokens, **sampling[i % len(sampling)]) for i in chunk]
+        messages = [[{"role": "user", "content": prompts[i]}] for i in chunk]
+        result += [output for o in llm.chat(messages, params, use_tqdm=False) for output in o.outputs]
+    return result
+
+
+def assert_same_logprobs(expected: Any, actual: Any) -> None:
+    """The same values to 1e-4 for every token both list; of two equal candidates either may be listed."""
+    assert len(expected.logprobs) == len(actual.logprobs) == len(expected.token_ids)
+    for token, left, right in zip(expected.token_ids, expected.logprobs, actual.logprobs, strict=True):
+        assert len(left) == len(right)
+        assert left[token].logprob == pytest.approx(right[token].logprob, abs=1e-4)
+        assert left[token].rank == right[token].rank
+        values = [sorted((entry.logprob for entry in side.values()), reverse=True) for side in (left, right)]
+        assert values[0] == pytest.approx(values[1], abs=1e-4)
+
+
+def compare(expected: Sequence[Any], actual: Sequence[Any]) -> None:
+    assert_same_outputs([o.token_ids for o in expected], [o.token_ids for o in actual])
+    for left, right in zip(expected, actual, strict=True):
+        assert left.text == right.text
+        assert left.finish_reason == right.finish_reason
+        if left.logprobs is not None:
+            assert_same_logprobs(left, right)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_option(plain_llm: Any, recycling_llm: Any, name: str) -> None:
+    prompts = own_prompts()[:4]
+    expected = chat(plain_llm, prompts, 4, [OPTIONS[name]])
+    compare(expected, chat(recycling_llm, prompts, 4, [OPTIONS[name]]))
+    # One request alone, in steps of another shape.
+    per_prompt = OPTIONS[name].get("n", 1)
+    compare(expected[:per_prompt], chat(recycling_llm, prompts[:1], 1, [OPTIONS[name]]))
+
+
+def test_all_options_in_one_batch(plain_llm: Any, recycling_llm: Any) -> None:
+    """Requests with different options share steps, and none changes another's output."""
+    names = [name for name in OPTIONS if name != "n"]
+    prompts = [own_prompts()[i % 8] for i in range(len(names))]
+    options = [OPTIONS[name] for name in names]
+    compare(chat(plain_llm, prompts, 16, options), chat(recycling_llm, prompts, 16, options))
+
+
+def test_json_schema_among_free_requests(plain_llm: Any, recycling_llm: Any) -> None:
+    structured = {
+        **GREEDY,
+        "structured_outputs": StructuredOutputsParams(json=json.dumps(SCHEMA)),
+    }
+    prompts = [
+        "Describe a person as JSON with name and age.",
+        own_prompts()[0],
+        "Invent a pirate, as JSON with name and age.",
+        own_prompts()[1],
+    ]
+    options = [structured, GREEDY, {**structured, **SEEDED}, SEEDED]
+    expected = chat(plain_llm, prompts, 4, options, 48)
+    before = counters(recycling_llm)
+    actual = chat(recycling_llm, prompts, 4, options, 48)
+    compare(expected, actual)
+    for output in (actual[0], actual[2]):
+        if output.finish_reason == "stop":
+            assert set(json.loads(output.text)) == {"name", "age"}
+    # Structured requests drafted, as chains, and said so.
+    after = counters(recycling_llm)
+    assert after["fallbacks:structured_output_chain"] > before["fallbacks:structured_output_chain"]
+
+
+def test_second_turn_on_blocks_that_trees_wrote(plain_llm: Any, recycling_llm: Any) -> None:
+    """The first turn fills whole KV blocks by accepted paths; the second reads them from the prefix cache."""
+    prompt = "Count from one to sixty in words, separated by commas."
+    expected, actual = [], []
+    for llm, into in ((plain_llm, expected), (recycling_llm, actual)):
+        messages = [{"role": "user", "content": prompt}]
+        first = llm.chat(messages, SamplingParams(**GREEDY, max_tokens=200), use_tqdm=False)[0]
+        messages += [
+            {"role": "assistant", "content": first.outputs[0].text},
+            {"role": "user", "content": "Now backwards."},
+        ]
+        second = llm.chat(messages, SamplingParams(**GREEDY, max_tokens=40), use_tqdm=False)[0]
+        into += [first.outputs[0], second.outputs[0]]
+        assert second.num_cached_tokens > 128  # more than the first turn's prompt: blocks written while decoding
+    compare(expected, actual)
+
+
+def counters(llm: Any) -> dict[str, int]:
+    (totals,) = llm.collective_rpc("vllm_ext_counters")
+    result: dict[str, int] = totals
+    return result

@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A small KV cache, small steps and many requests: preemption, chunked prefill, joining, leaving, aborts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from conftest import ENGINE_OPTIONS
+from helpers import assert_same_outputs, own_prompts
+from vllm import SamplingParams
+
+pytestmark = pytest.mark.engine
+
+BLOCK_TOKENS = 128  # vLLM's on the CPU
+
+
+@pytest.fixture(scope="module")
+def small_llm(model_dir: str) -> Iterator[Any]:
+    """Sixteen requests share nineteen blocks; a step has at most 192 tokens."""
+    from vllm import LLM
+
+    llm = LLM(
+        model_dir,
+        speculative_config={"method": "token_recycling", "budget": "fixed", "num_speculative_tokens": 8},
+        **{
+            **ENGINE_OPTIONS,
+            "max_num_seqs": 16,
+            "num_gpu_blocks_override": 19,
+            "max_num_batched_tokens": 192,
+        },
+    )
+    yield llm
+    llm.llm_engine.engine_core.shutdown()
+
+
+def prompts(llm: Any, count: int) -> list[list[int]]:
+    """Token ids of ``count`` different chats, some long enough to be computed in several chunks."""
+    tokenizer = llm.get_tokenizer()
+    texts = [own_prompts()[i % 8] * (1 + 3 * (i % 4 == 3)) + " " * (i // 8) for i in range(count)]
+    return [
+        tokenizer.apply_chat_template(
+            [{"role": "user", "content": text}], add_generation_prompt=True, return_dict=False
+        )
+        for text in texts
+    ]
+
+
+def generate(llm: Any, inputs: list[list[int]], params: list[SamplingParams]) -> list[list[int]]:
+    outputs = llm.generate(
+        [{"prompt_token_ids": tokens} for tokens in inputs], params, use_tqdm=False
+    )
+    return [list(o.outputs[0].token_ids) for o in outputs]
+
+
+def preemptions(llm: Any) -> int:
+    (metric,) = [m for m in llm.get_metrics() if m.name == "vllm:num_preemptions"]
+    value: int = metric.value
+    return value
+
+
+def test_preemption_chunked_prefill_joining_and_leaving(plain_llm: Any, small_llm: Any) -> None:
+    inputs = prompts(plain_llm, 16)
+    # Different lengths, so that requests leave and waiting ones join all the time.
+    params = [
+        SamplingParams(temperature=0, max_tokens=60 + 17 * (i % 7), ignore_eos=True) for i in range(16)
+    ]
+    before = preemptions(small_llm)
+    assert_same_outputs(generate(plain_llm, inputs, params), generate(small_llm, inputs, params))
+    assert preemptions(small_llm) > before
+    (totals,) = small_llm.collective_rpc("vllm_ext_counters")
+    assert totals["spec_accepted_tokens"] > 100
+    assert totals["fallbacks:proposer_error"] == 0
+
+
+def test_seeded_requests_survive_preemption(plain_llm: Any, small_llm: Any) -> None:
+    """Short prompts: vLLM cannot sample with a seed next to a chunked prompt on the CPU, with or without us."""
+    inputs = [tokens[:24] for tokens in prompts(plain_llm, 12)]
+    params = [
+        SamplingParams(temperature=0.9, seed=i, max_tokens=150 + i, ignore_eos=True, min_p=0.02)
+        for i in range(12)
+    ]
+    small_llm.reset_prefix_cache()
+    before = preemptions(small_llm)
+    expected = [
+        tokens
+        for start in range(0, 12, 4)
+        for tokens in generate(plain_llm, inputs[start : start + 4], params[start : start + 4])
+    ]
+    assert_same_outputs(expected, generate(small_llm, inputs, params))
+    assert preemptions(small_llm) > before
+
+
+def test_aborts_hurt_nobody(plain_llm: Any, small_llm: Any) -> None:
+    inputs = prompts(plain_llm, 8)
+    params = [SamplingParams(temperature=0, max_tokens=50, ignore_eos=True)] * 8
+    expected = generate(plain_llm, inputs, params)
+    engine = small_llm.llm_engine
+    for number, tokens in enumerate(inputs):
+        engine.add_request(f"r{number}", {"prompt_token_ids": tokens}, params[number])
+    finished: dict[str, list[int]] = {}
+    steps = 0
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            if output.finished:
+                finished[output.request_id] = list(output.outputs[0].token_ids)
+        steps += 1
+        if steps == 8:
+            engine.abort_request(["r1", "r6"])
+        if steps == 12:
+            engine.abort_request(["r2"])
+    kept = [0, 3, 4, 5, 7]
+    assert_same_outputs([expected[i] for i in kept], [finished[f"r{i}"] for i in kept])

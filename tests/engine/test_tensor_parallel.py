@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tensor parallelism 2: two workers, each with its own proposer, budget and clock, must see the same trees."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers import assert_same_outputs, own_prompts
+
+pytestmark = pytest.mark.engine
+
+HEADS, KV_HEADS, LAYERS = 8, 2, 2  # the model's 9 and 3 cannot be halved
+
+SCRIPT = """
+import json, sys
+from vllm import LLM, SamplingParams
+if __name__ == "__main__":
+    model, method, prompts = sys.argv[1], json.loads(sys.argv[2]), json.loads(sys.argv[3])
+    llm = LLM(model, speculative_config=method, dtype="float32", max_model_len=512, max_num_seqs=4,
+              enforce_eager=True, tensor_parallel_size=2)
+    result = []
+    for params in (
+        SamplingParams(temperature=0, max_tokens=40, ignore_eos=True),
+        SamplingParams(temperature=0.9, seed=3, max_tokens=40, ignore_eos=True),
+        SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, repetition_penalty=1.2),
+    ):
+        result += [o.outputs[0].token_ids for o in llm.generate(prompts, params, use_tqdm=False)]
+    counters = llm.collective_rpc("vllm_ext_counters") if method else []
+    print("RESULT" + json.dumps([result, counters]))
+"""
+
+
+@pytest.fixture(scope="module")
+def slice_dir(model_dir: str, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The first two layers of the model, with as many of its heads as two workers can share."""
+    from safetensors.torch import load_file, save_file
+
+    source, target = Path(model_dir), tmp_path_factory.mktemp("slice")
+    config = json.loads((source / "config.json").read_text())
+    head = config["hidden_size"] // config["num_attention_heads"]
+    config |= {
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": KV_HEADS,
+        "head_dim": head,
+    }
+    weights = {}
+    for name, value in load_file(source / "model.safetensors").items():
+        parts = name.split(".")
+        if parts[1] == "layers" and int(parts[2]) >= LAYERS:
+            continue
+        if "q_proj" in name:
+            value = value[: HEADS * head]
+        elif "k_proj" in name or "v_proj" in name:
+            value = value[: KV_HEADS * head]
+        elif "o_proj" in name:
+            value = value[:, : HEADS * head]
+        weights[name] = value.contiguous()
+    for file in source.iterdir():
+        if file.suffix in (".json", ".txt", ".jinja") and "index" not in file.name:
+            (target / file.name).write_bytes(file.read_bytes())
+    (target / "config.json").write_text(json.dumps(config))
+    save_file(weights, target / "model.safetensors", metadata={"format": "pt"})
+    return str(target)
+
+
+def run(model_dir: str, method: dict[str, object] | None, log: Path) -> tuple[list[list[int]], list[Any]]:
+    """Outputs and each rank's counters."""
+    script = log.with_suffix(".py")
+    script.write_text(SCRIPT)
+    done = subprocess.run(
+        [sys.executable, str(script), model_dir, json.dumps(method), json.dumps(own_prompts()[:4])],
+        env={**os.environ, "VLLM_CPU_OMP_THREADS_BIND": "0|1"},
+        capture_output=True,
+        text=True,
+        timeout=400,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith("RESULT")]
+    outputs, counters = json.loads(line.removeprefix("RESULT"))
+    return outputs, counters
+
+
+def test_two_workers_are_lossless(slice_dir: str, tmp_path: Path) -> None:
+    method: dict[str, object] = {"method": "token_recycling", "num_speculative_tokens": 8}
+    expected, _ = run(slice_dir, None, tmp_path / "plain")
+    actual, counters = run(slice_dir, method, tmp_path / "trees")
+    assert_same_outputs(expected, actual)
+    # Rank 0 counts for all.
+    assert counters[1] == {}
+    assert counters[0]["spec_accepted_tokens"] > 50
+    assert counters[0]["fallbacks:proposer_error"] == 0

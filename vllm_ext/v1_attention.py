@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention over draft trees: vLLM's own backend for every row that is not one, our kernel for those that are.
+
+The metadata of a step with trees carries a ``TreeMetadata``; without one the backends below are vLLM's own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from vllm.platforms import current_platform
+from vllm.v1.attention.backend import AttentionType
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, CPUAttentionBackendImpl
+from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+from vllm_ext.kernels.tree_attention import tree_attention, vec_layout
+
+# The attribute of vLLM's attention metadata that carries ours.
+TREES = "vllm_ext_trees"
+
+
+@dataclass(frozen=True, slots=True)
+class TreeMetadata:
+    """The trees of one step for one group of layers; arguments of the kernel of the same names."""
+
+    block_table: torch.Tensor  # int32 [num_trees, max_blocks]
+    first_row: torch.Tensor  # int32 [num_trees]
+    num_rows: torch.Tensor  # int32 [num_trees]
+    context_len: torch.Tensor  # int32 [num_trees]
+    parents: torch.Tensor  # int32 [sum(num_rows)]
+    stock: Any  # vLLM's metadata of the other requests; None when there are none
+    stock_rows: torch.Tensor | None  # int64: their query rows
+
+
+class TreeAttention:
+    """Mixin in front of a stock attention implementation."""
+
+    scale: float
+
+    @staticmethod
+    def kv_views(kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Key and value cache as ``[num_blocks, num_kv_heads, block_size, head_size]`` views."""
+        raise NotImplementedError
+
+    def forward(
+        self,
+        layer: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: Any,
+        output: torch.Tensor,
+        *args: Any,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """vLLM's ``AttentionImpl.forward``."""
+        stock: Any = super()
+        trees: TreeMetadata | None = getattr(attn_metadata, TREES, None)
+        if trees is None:
+            result: torch.Tensor = stock.forward(
+                layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs
+            )
+            return result
+        if trees.stock is not None:
+            rows = trees.stock_rows
+            part = output.new_empty((len(rows), *output.shape[1:]))  # type: ignore[arg-type]
+            stock.forward(
+                layer, query[rows], key[rows], value[rows], kv_cache, trees.stock, part, *args, **kwargs
+            )
+            output[rows] = part
+        key_cache, value_cache = self.kv_views(kv_cache)
+        tree_attention(
+            query,
+            key_cache,
+            value_cache,
+            output,
+            block_table=trees.block_table,
+            first_row=trees.first_row,
+            num_rows=trees.num_rows,
+            context_len=trees.context_len,
+            parents=trees.parents,
+            scale=self.scale,
+        )
+        return output
+
+
+class TreeCPUAttentionImpl(TreeAttention, CPUAttentionBackendImpl):  # type: ignore[misc]
+    """vLLM's CPU attention, and trees."""
+
+    @staticmethod
+    def kv_views(kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `TreeAttention.kv_views`."""
+        return vec_layout(kv_cache)
+
+
+class TreeCPUAttentionBackend(CPUAttentionBackend):  # type: ignore[misc]
+    """vLLM's CPU backend with the implementation above."""
+
+    @staticmethod
+    def get_impl_cls() -> type[Any]:
+        """See vLLM's ``AttentionBackend``."""
+        return TreeCPUAttentionImpl
+
+
+def register() -> None:
+    """Put our backend in the place of the platform's. In the worker, before the model is built.
+
+    On the CPU vLLM ignores an explicit CUSTOM backend, so CPU_ATTN itself is overridden.
+    """
+    if current_platform.is_cpu():
+        register_backend(
+            AttentionBackendEnum.CPU_ATTN,
+            f"{TreeCPUAttentionBackend.__module__}.{TreeCPUAttentionBackend.__qualname__}",
+        )
+
+
+def layer_problem(layer: Any) -> str | None:
+    """Why a layer cannot attend over trees, or None."""
+    impl = getattr(layer, "impl", None)
+    if not isinstance(impl, TreeAttention):
+        return f"{type(impl or layer).__name__} has no tree attention"
+    features: dict[str, Any] = {
+        "sliding window": getattr(impl, "sliding_window", None) not in (None, -1, (-1, -1)),
+        "ALiBi": getattr(impl, "alibi_slopes", None) is not None,
+        "logits soft-cap": bool(getattr(impl, "logits_soft_cap", None)),
+        "attention sinks": getattr(impl, "sinks", None) is not None,
+        "quantised KV cache": getattr(impl, "kv_cache_dtype", "auto") not in ("auto", "float16", "bfloat16"),
+        "attention that is not a decoder's": impl.attn_type != AttentionType.DECODER,
+        f"KV cache layout {getattr(layer, 'isa', None)!r}": getattr(layer, "isa", "vec") != "vec",
+    }
+    for feature, present in features.items():
+        if present:
+            return f"{feature} is not supported by the tree attention kernel"
+    return None

@@ -1,0 +1,195 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Verification in the V1 runner: vLLM's own sampler, walked down the draft tree.
+
+In the place of the rejection sampler. The stock ``Sampler`` runs on each visited row with that path's tokens
+in its metadata, so penalties, bad words, minimum lengths, logprobs and per-request generators are handled by
+the code that handles them without speculation: seeded output is the same token for token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.utils.torch_utils import PIN_MEMORY
+from vllm.v1.outputs import LogprobsTensors, SamplerOutput
+from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessors
+from vllm.v1.sample.logits_processor.builtin import (
+    LogitBiasLogitsProcessor,
+    MinPLogitsProcessor,
+    MinTokensLogitsProcessor,
+)
+from vllm.v1.sample.rejection_sampler import PLACEHOLDER_TOKEN_ID, RejectionSampler
+
+from vllm_ext.samplers.tree_walk import greedy_walk, walk
+
+
+class TreeSampler(RejectionSampler):  # type: ignore[misc]  # vLLM is untyped to us
+    """A rejection sampler that rejects nothing: it samples, and looks whether the draft had it."""
+
+    # Set for this runner by `v1_runner`.
+    runner: Any = None
+
+    def forward(
+        self, metadata: Any, draft_probs: Any, logits: torch.Tensor, sampling_metadata: Any
+    ) -> SamplerOutput:
+        """See the base class; ``draft_probs`` is None for all our methods."""
+        trees = self.runner.step_trees
+        if trees is None:  # vLLM's warm-up calls with made-up drafts
+            return super().forward(metadata, draft_probs, logits, sampling_metadata)
+        logprobs = None
+        if _is_plain_greedy(sampling_metadata):
+            choice = self.runner.greedy_choice
+            if choice is None:
+                choice = self.sampler.greedy_sample(logits.to(torch.float32)).cpu().numpy()
+            trees.accepted, emitted = greedy_walk(trees.row_start, trees.tokens, trees.parents, choice)
+        else:
+            rounds = _Rounds(self.runner, self.sampler, logits, trees.row_start, sampling_metadata)
+            tokens = trees.tokens
+            if not _can_advance(sampling_metadata):
+                tokens = np.full_like(tokens, PLACEHOLDER_TOKEN_ID)  # nothing matches: one token each
+            trees.accepted, emitted = walk(trees.row_start, tokens, trees.parents, rounds.draw)
+            logprobs = rounds.logprobs(max(map(len, emitted)))
+        width = max(map(len, emitted))
+        padded = np.full((len(emitted), width), PLACEHOLDER_TOKEN_ID, dtype=np.int32)
+        for row, tokens in zip(padded, emitted, strict=True):
+            row[: len(tokens)] = tokens
+        return SamplerOutput(torch.from_numpy(padded).to(logits.device), logprobs)
+
+
+class _Rounds:
+    """One walk's draws: round r samples the r-th token of every request that got that far."""
+
+    def __init__(
+        self, runner: Any, sampler: Any, logits: torch.Tensor, row_start: Any, metadata: Any
+    ) -> None:
+        self._runner = runner
+        self._sampler = sampler
+        self._logits = logits
+        self._row_start = row_start
+        self._metadata = metadata
+        self._parts: list[tuple[list[int], LogprobsTensors]] = []
+
+    def draw(
+        self, requests: Sequence[int], rows: Sequence[int], emitted: Sequence[Sequence[int]]
+    ) -> list[int]:
+        """See `vllm_ext.samplers.tree_walk.Draw`."""
+        index = torch.from_numpy(self._row_start[list(requests)] + np.array(rows))
+        first = not emitted[0]
+        metadata = self._metadata if first else self._advanced(requests, emitted)
+        output = self._sampler(logits=self._logits[index.to(self._logits.device)], sampling_metadata=metadata)
+        if output.logprobs_tensors is not None:
+            self._parts.append((list(requests), output.logprobs_tensors))
+        tokens: list[int] = output.sampled_token_ids[:, 0].tolist()
+        return tokens
+
+    def logprobs(self, width: int) -> LogprobsTensors | None:
+        """``[num_requests * width, ...]`` rows in the order of the padded output, or None."""
+        if not self._parts:
+            return None
+        first = self._parts[0][1]
+        if width == 1:
+            return first
+        num_requests = len(self._parts[0][0])
+        padded = [part.new_zeros((num_requests * width, *part.shape[1:])) for part in first[:3]]
+        for place, (requests, part) in enumerate(self._parts):
+            rows = torch.tensor(requests, device=first[0].device) * width + place
+            for into, values in zip(padded, part[:3], strict=True):
+                into[rows] = values
+        return LogprobsTensors(*padded)
+
+    def _advanced(self, requests: Sequence[int], emitted: Sequence[Sequence[int]]) -> Any:
+        """The sampling metadata of some requests, each as if its tokens so far had been output."""
+        whole = self._metadata
+        index = torch.tensor(requests, device=self._logits.device)
+
+        def pick(values: torch.Tensor | None) -> torch.Tensor | None:
+            return None if values is None else values[index]
+
+        def renumber(values: dict[int, Any]) -> dict[int, Any]:
+            return {new: values[old] for new, old in enumerate(requests) if old in values}
+
+        outputs: list[list[int]] = []
+        if whole.output_token_ids:
+            outputs = [
+                [*whole.output_token_ids[request], *tokens]
+                for request, tokens in zip(requests, emitted, strict=True)
+            ]
+        return replace(
+            whole,
+            temperature=pick(whole.temperature),
+            top_p=pick(whole.top_p),
+            top_k=pick(whole.top_k),
+            generators=renumber(whole.generators),
+            prompt_token_ids=pick(whole.prompt_token_ids),
+            frequency_penalties=pick(whole.frequency_penalties),
+            presence_penalties=pick(whole.presence_penalties),
+            repetition_penalties=pick(whole.repetition_penalties),
+            output_token_ids=outputs,
+            allowed_token_ids_mask=pick(whole.allowed_token_ids_mask),
+            bad_words_token_ids=renumber(whole.bad_words_token_ids),
+            logitsprocs=self._processors(requests, emitted),
+            spec_token_ids=None,
+        )
+
+    def _processors(self, requests: Sequence[int], emitted: Sequence[Sequence[int]]) -> LogitsProcessors:
+        """Fresh processors that know these requests only, at these output lengths."""
+        runner, processors = self._runner, self._metadata.logitsprocs
+        if all(map(_is_idle, processors.all)):
+            return LogitsProcessors()
+        added = []
+        for new, (request, tokens) in enumerate(zip(requests, emitted, strict=True)):
+            state = runner.requests[runner.input_batch.req_ids[request]]
+            added.append(
+                (new, state.sampling_params, state.prompt_token_ids, [*state.output_token_ids, *tokens])
+            )
+        update = BatchUpdate(batch_size=len(requests), removed=[], added=added, moved=[])
+        fresh = [
+            type(processor)(runner.vllm_config, runner.device, PIN_MEMORY)
+            for processor in processors.all
+        ]
+        for processor in fresh:
+            processor.update_state(update)
+        return LogitsProcessors(fresh)
+
+
+def _is_plain_greedy(metadata: Any) -> bool:
+    """Whether every request's next token is the argmax of its raw logits."""
+    return bool(
+        metadata.all_greedy
+        and metadata.no_penalties
+        and not metadata.bad_words_token_ids
+        and metadata.allowed_token_ids_mask is None
+        and metadata.max_num_logprobs is None
+        and not metadata.logprob_token_ids
+        and not _has_thinking_budget(metadata)
+        and all(map(_is_idle, metadata.logitsprocs.non_argmax_invariant))
+    )
+
+
+def _can_advance(metadata: Any) -> bool:
+    """Whether the stock sampler can be asked for a request's second token of this step.
+
+    Not with a thinking budget, whose state is kept outside the metadata, nor with explicit logprob token ids
+    (a scoring request's, which wants one token), whose result has a width of its own.
+    """
+    return not metadata.logprob_token_ids and not _has_thinking_budget(metadata)
+
+
+def _has_thinking_budget(metadata: Any) -> bool:
+    holder = metadata.thinking_budget_state_holder
+    return holder is not None and holder.has_tracked_requests()
+
+
+def _is_idle(processor: Any) -> bool:
+    """Whether a logits processor has nothing to do for any request of the batch."""
+    if isinstance(processor, MinTokensLogitsProcessor):
+        return not processor.min_toks
+    if isinstance(processor, LogitBiasLogitsProcessor):
+        return not processor.biases
+    if isinstance(processor, MinPLogitsProcessor):
+        return not processor.min_p_count
+    return False

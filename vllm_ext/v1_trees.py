@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The draft trees of one step as vLLM's V1 runner lays them out: rows of the batch, positions and slots.
+
+vLLM schedules a request's drafts as a flat list behind its last committed token (the root). Row j of a
+request therefore has KV slot ``context + j``; what makes the list a tree is its rotary position,
+``context + depth``, and that it attends to the context, its ancestors and itself only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from vllm_ext.proposers.base import DraftTree, Int32
+
+
+@dataclass(slots=True)
+class StepTrees:
+    """One step's verified rows, request after request in batch order."""
+
+    row_start: Int32  # [num_requests + 1] rows of request i are row_start[i]:row_start[i + 1], root first
+    tokens: Int32  # [num_rows] each row's input token
+    parents: Int32  # [num_rows] offset of the parent row inside the request; -1 for roots
+    query_row: Int32  # [num_requests] where the root's row is in the step's query
+    context: Int32  # [num_requests] committed tokens before the root
+    branching: list[int]  # batch indices of the requests whose drafts are no chain
+    accepted: list[list[int]] = field(default_factory=list)  # [num_requests] offsets of the accepted rows
+
+    @classmethod
+    def from_step(
+        cls,
+        request_ids: Sequence[str],
+        num_drafts: Sequence[int],
+        scheduled: Mapping[str, Sequence[int]],
+        proposed: Mapping[str, DraftTree],
+        query_start: Int32,
+        num_scheduled: Int32,
+        num_computed: Int32,
+        input_ids: Int32,
+    ) -> StepTrees:
+        """Read the step off the runner's arrays.
+
+        Args:
+            request_ids: the batch.
+            num_drafts: by batch index, drafts verified.
+            scheduled: by request id, the drafts the scheduler let through.
+            proposed: by request id, what we proposed. The scheduler may have cut it, which leaves a prefix
+                and so a tree; anything else is read as a chain, which is always right, if slow.
+            query_start: int32 ``[num_requests + 1]``.
+            num_scheduled: int32 ``[num_requests]`` query rows of each request.
+            num_computed: int32 ``[num_requests]`` tokens whose KV was there before the step.
+            input_ids: int32 ``[num_query_rows]``.
+        """
+        num_rows = np.asarray(num_drafts, dtype=np.int32) + 1
+        row_start = np.zeros(len(num_rows) + 1, dtype=np.int32)
+        np.cumsum(num_rows, out=row_start[1:])
+        # A request's verified rows are the last ones of its query; earlier ones are prompt.
+        query_row = query_start[1:] - num_rows
+        offset = np.arange(row_start[-1], dtype=np.int32) - np.repeat(row_start[:-1], num_rows)
+        parents = offset - 1
+        branching = []
+        for index, request_id in enumerate(request_ids):
+            tree = proposed.get(request_id)
+            if tree is None or num_rows[index] == 1:
+                continue
+            drafts = scheduled[request_id]
+            if (
+                len(drafts) <= len(tree)
+                and num_scheduled[index] == num_rows[index]
+                and tree.tokens[: len(drafts)].tolist() == list(drafts)
+                and not (cut := tree.prefix(len(drafts))).is_chain
+            ):
+                parents[row_start[index] + 1 : row_start[index + 1]] = cut.parents + 1
+                branching.append(index)
+        return cls(
+            row_start=row_start,
+            tokens=input_ids[np.repeat(query_row, num_rows) + offset],
+            parents=parents,
+            query_row=query_row,
+            context=num_computed + num_scheduled - num_rows,
+            branching=branching,
+        )
+
+    def rows(self, request: int) -> slice:
+        """The rows of one request."""
+        return slice(int(self.row_start[request]), int(self.row_start[request + 1]))
+
+    def branching_rows(self) -> tuple[Int32, Int32]:
+        """Query rows of the branching requests' nodes and their rotary positions, both int32 ``[num]``."""
+        query_rows, positions = [], []
+        for request in self.branching:
+            parents = self.parents[self.rows(request)]
+            depth = np.zeros_like(parents)
+            for row, parent in enumerate(parents.tolist()[1:], 1):
+                depth[row] = depth[parent] + 1
+            query_rows.append(self.query_row[request] + np.arange(len(parents), dtype=np.int32))
+            positions.append(self.context[request] + depth)
+        return np.concatenate(query_rows), np.concatenate(positions)
+
+    def moves(self) -> tuple[Int32, Int32]:
+        """Query rows whose KV has to move, and the query rows whose slots it has to move to.
+
+        The k-th accepted row of a request belongs into the slot of row k. Int32 ``[num_moves]`` both.
+        """
+        source, target = [], []
+        for request in self.branching:
+            for place, row in enumerate(self.accepted[request], 1):
+                if row != place:
+                    source.append(self.query_row[request] + row)
+                    target.append(self.query_row[request] + place)
+        return np.array(source, dtype=np.int32), np.array(target, dtype=np.int32)

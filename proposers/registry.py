@@ -10,7 +10,6 @@ from vllm_ext.proposers.base import Proposer
 
 # Paths, not classes: a server that uses one method imports one.
 METHODS: dict[str, str] = {
-    "tmp": "vllm_ext.proposers._tmp_tr:Tmp",
     "token_recycling": "vllm_ext.proposers.token_recycling:TokenRecycling",
 }
 

@@ -48,7 +48,7 @@ FADE = 0.96  # of evidence, a step
 # failed probe changes it little and a successful one much.
 SUFFICIENT = 8.0
 SHRINKAGE = 8.0  # predicted tokens' worth of trust that a request is like the others
-CORRECTION_RANGE = (0.02, 4.0)
+CORRECTION_RANGE = (0.001, 4.0)
 # With none accepted of n predicted tokens in a row the correction is below UNLIKELY / n almost surely. Fading
 # alone would take a collapse for noise a while longer.
 UNLIKELY = 4.0

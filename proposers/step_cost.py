@@ -70,7 +70,7 @@ NEIGHBOURS = np.exp(-4.0 * _DISTANCE) * (_DISTANCE > 0)
 class StepCost:
     """The model above. Sane from the first step on: without measurements it is the prior.
 
-    ``record`` takes about 10 us, every fourth call 100.
+    ``record`` takes about 10 us, every fourth call 150.
     """
 
     def __init__(self) -> None:

@@ -1,36 +1,67 @@
 # SPDX-License-Identifier: Apache-2.0
 """Token Recycling: draft from what the target itself ranked highest the last time it read a token.
 
-An adjacency matrix holds, for each vocabulary token, the ids of the ``matrix_width`` tokens the target ranked
-highest after it, most recent observation only.
+A matrix holds, for each vocabulary token, the ids of the ``matrix_width`` tokens the target ranked highest after it,
+most recent observation only; every row the target verifies, accepted or not, overwrites its token's entry. The draft
+is a tree of successors of successors. No weights, no training, one matrix for all requests.
 
 Source: "Turning Trash into Treasure: Accelerating Inference of Large Language Models with Token Recycling",
 arXiv 2408.08696, section 3.
+
+Deviations, all ours, since many serving systems can afford 8 or 16 nodes a step but not the paper's 80:
+
+- The tree is grown greedily by estimated acceptance (as in DySpec, arXiv 2410.11744) instead of having one fixed
+  shape; ``tree="static"`` stays inside the paper's shape, and is that shape at 80 nodes.
+- An entry keeps its share of the softmax over its row, in classes. The chance that a node is accepted after its
+  parent is counted for each class and depth, as requests go on, so that sure entries are followed far and unsure ones
+  are spread.
+- ``context_tokens`` of 2 and more: rows are kept for pairs of tokens too, and precede those of their last token. From
+  the text of prompts and outputs it is noted what followed the last 2 to ``context_tokens`` tokens; the longest
+  context seen before adds its successor. It belongs to classes of its own.
+- Entries never observed are marked empty and end a path, where the paper's code starts from token 0. Prompts seed
+  them with the successors they contain.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import numpy as np
 import numpy.typing as npt
 from pydantic import Field
 
-from vllm_ext.kernels.best_first_tree import best_first_trees
-from vllm_ext.proposers.base import MethodOptions, Proposer, Request, VerifiedRows
+from vllm_ext.kernels.best_first_tree import (
+    EMPTY,
+    SuccessorTables,
+    grow_trees,
+    judge_tree,
+    record_rows,
+    record_text,
+)
+from vllm_ext.proposers import token_recycling_template
+from vllm_ext.proposers.base import MethodOptions, Proposer, Request, Sampling, VerifiedRows
 from vllm_ext.proposers.tree import DraftTree, Float32, Int32
 
-EMPTY = -1
-SHARES = np.array(
+PAIR_SLOTS = 1 << 16
+TEXT_SLOTS = 1 << 18
+
+# Bounds between the classes of an entry's share.
+SHARES: Float32 = np.array(
     [0.002, 0.005, 0.01, 0.02, 0.035, 0.05, 0.08, 0.12, 0.18, 0.26, 0.36, 0.5, 0.65, 0.8, 0.92], np.float32
 )
-NUM_BUCKETS = len(SHARES) + 1
-DEPTHS = 4
-PAIR_SLOTS = 1 << 16
-PRIOR_WEIGHT = 8.0
+NUM_DEPTHS = 4  # the deeper ones count as the last
+
+# An estimate is hits over trials, both fading: the last 200 trials or so count. The prior is worth 8 trials.
 FADE = 0.995
+PRIOR_TRIALS = 8.0
+# Accepted per share, of a token's row and of a pair's row; of entries seeded by prompts; of successors in text by the
+# length of the context that was found, from 2 on, beside what the row says. About right for SmolLM2-135M.
+ROW_TRUST = 0.6
+PAIR_TRUST = 0.8
+SEEDED = 0.3
+TEXT_TRUST = (0.35, 0.5, 0.6)
 
 
 class TokenRecyclingOptions(MethodOptions):
@@ -40,164 +71,183 @@ class TokenRecyclingOptions(MethodOptions):
         default=8,
         ge=1,
         le=32,
-        description="successors kept for each vocabulary token (memory: vocabulary * width * 4 bytes)",
+        description="successors kept for each token and pair (memory: (vocabulary + 65536) * width * 5 bytes)",
     )
-    tree: Literal["dynamic", "static"] = Field(default="dynamic", description="shape")
+    context_tokens: int = Field(
+        default=4,
+        ge=1,
+        le=4,
+        description="longest context looked up; 1: the paper's matrix alone, 2 and more: also pairs and past text",
+    )
+    tree: Literal["dynamic", "static"] = Field(
+        default="dynamic",
+        description="dynamic: any shape, by estimated acceptance; static: inside the paper's 80-node tree",
+    )
 
 
 @dataclass(slots=True)
-class _Drafted:
-    """What was proposed for a request last."""
+class _Request:
+    """What is remembered of a request from step to step."""
 
-    context: tuple[int, int]
-    parents: list[int]
-    tokens: list[int]
-    depths: list[int]
-    classes: list[int]
+    num_recorded: int  # tokens whose text is in the tables
+    previous: int = EMPTY  # the token before the root of the next verification; EMPTY if there is none
+    root: int = EMPTY
+    drafted: tuple[Int32, Int32, npt.NDArray[np.uint8]] | None = None  # tokens, parents, groups
 
 
 class TokenRecycling(Proposer):
-    """Trees of successors.
+    """Trees of recorded successors.
 
     Args:
         vocab_size: number of token ids of the target.
         matrix_width: successors kept for each token.
+        context_tokens: longest context looked up, 1 to 4.
+        tree: "dynamic" or "static".
     """
 
     summary: ClassVar[str] = "successors the target ranked highest the last time it read a token"
     paper: ClassVar[str] = "arXiv 2408.08696"
     Options: ClassVar[type[MethodOptions]] = TokenRecyclingOptions
 
-    def __init__(self, vocab_size: int, matrix_width: int = 8, tree: str = "dynamic") -> None:
+    def __init__(
+        self, vocab_size: int, matrix_width: int = 8, context_tokens: int = 4, tree: str = "dynamic"
+    ) -> None:
         self.verified_top_k = matrix_width
-        self._vocab = vocab_size
-        rows = vocab_size + PAIR_SLOTS
-        self.matrix: Int32 = np.full((rows, matrix_width), EMPTY, dtype=np.int32)
-        self.classes = np.zeros((rows, matrix_width), dtype=np.uint8)
-        self.keys = np.full(PAIR_SLOTS, -1, dtype=np.int64)
-        share = np.sqrt(np.concatenate([[0.001], SHARES]) * np.concatenate([SHARES, [1.0]]))
-        prior = np.concatenate([share * 0.6, [0.3], share * 0.8, [0.5]])
-        self.trials = np.full((len(prior), DEPTHS), PRIOR_WEIGHT, np.float64)
-        self.hits = self.trials * prior[:, None]
-        self._drafted: dict[str, _Drafted] = {}
+        self.vocab_size = vocab_size
+        self._arguments = (matrix_width, context_tokens, tree)
+        self._longest = context_tokens
+        more = context_tokens > 1
+        self.tables = SuccessorTables.empty(
+            vocab_size, matrix_width, PAIR_SLOTS if more else 0, TEXT_SLOTS if more else 0
+        )
+        # [positions, width]; no position: any shape.
+        self._template = np.empty((0, matrix_width), np.int32)
+        if tree == "static":
+            self._template = token_recycling_template.positions(matrix_width)
+        prior = self._prior()
+        # [context_tokens, classes, depths]
+        self.trials = np.full((*prior.shape, NUM_DEPTHS), PRIOR_TRIALS)
+        self.hits = self.trials * prior[:, :, None]
+        self._requests: dict[str, _Request] = {}
 
     @classmethod
     def from_options(cls, options: TokenRecyclingOptions, vocab_size: int) -> TokenRecycling:
         """See `Proposer.from_options`."""
-        return cls(vocab_size, options.matrix_width, options.tree)
+        return cls(vocab_size, options.matrix_width, options.context_tokens, options.tree)
 
     @property
     def memory_bytes(self) -> int:
-        """``vocab_size * matrix_width * 4``."""
-        return self.matrix.nbytes + self.classes.nbytes + self.keys.nbytes
+        """``(vocab_size + 2**16) * matrix_width * 5 + 2**16 * 8 + 2**18 * 12``, without the 2's for one context token."""
+        return sum(table.nbytes for table in self.tables) + self.hits.nbytes + self.trials.nbytes
+
+    def _prior(self) -> Float32:
+        """``[context_tokens, classes]`` chance of acceptance before anything was counted."""
+        share = np.sqrt(np.array([0.001, *SHARES]) * np.array([*SHARES, 1.0]))  # a class's middle
+        of_row = np.array([SEEDED, *(share * ROW_TRUST), *(share * PAIR_TRUST)])
+        levels = [of_row]
+        for trust in TEXT_TRUST[: self._longest - 1]:
+            levels.append(1 - (1 - of_row) * (1 - trust))
+            levels[-1][0] = trust * ROW_TRUST  # the target's own row does not hold it
+        return np.stack(levels).astype(np.float32)
+
+    @property
+    def estimates(self) -> Float32:
+        """float32 ``[context_tokens, classes, depths]``: how often a node is accepted when its parent was."""
+        return (self.hits / self.trials).astype(np.float32)
 
     def start(self, request: Request) -> None:
-        """Seed the entries no verified row has filled yet with the prompt's own successors."""
-        prompt = request.tokens[: request.num_prompt_tokens].astype(np.int64)
+        """Record the prompt's text, and seed the token rows the target has not filled yet."""
+        prompt = request.tokens[: request.num_prompt_tokens]
         head, successor = prompt[:-1], prompt[1:]
-        known = self._in_vocabulary(head) & self._in_vocabulary(successor)
-        previous = np.concatenate([[-1], head[:-1]])
-        paired = known & self._in_vocabulary(previous)
+        known = (head >= 0) & (head < self.vocab_size) & (successor >= 0) & (successor < self.vocab_size)
+        head, successor = head[known], successor[known]
+        unseen = self.tables.successors[head, 0] == EMPTY
         # A token that occurs twice keeps its last successor: numpy assigns in order.
-        unseen = known & (self.matrix[np.where(known, head, 0), 0] == EMPTY)
-        self.matrix[head[unseen], 0] = successor[unseen]
-        self.classes[head[unseen], 0] = NUM_BUCKETS
-        key = previous[paired] * self._vocab + head[paired]
-        slots = key % PAIR_SLOTS
-        self.keys[slots] = key
-        self.matrix[self._vocab + slots] = EMPTY
-        self.matrix[self._vocab + slots, 0] = successor[paired]
-        self.classes[self._vocab + slots, 0] = 2 * NUM_BUCKETS + 1
+        self.tables.successors[head[unseen], 0] = successor[unseen]
+        self._requests[request.request_id] = state = _Request(num_recorded=1)
+        self._record_text(state, prompt)
+
+    def _record_text(self, state: _Request, tokens: Int32) -> None:
+        if self._longest > 1:
+            record_text(self.tables, tokens, state.num_recorded, self._longest)
+        state.num_recorded = max(len(tokens), 1)
 
     def observe(self, rows: VerifiedRows) -> None:
-        """Overwrite the entry of every verified token; of two rows with one token the accepted one stays."""
-        if not len(rows.tokens):
-            return
-        previous = np.full(len(rows.tokens), -1, np.int64)
-        starts = rows.row_start.tolist()
-        for i, (name, emitted) in enumerate(zip(rows.request_ids, rows.emitted, strict=True)):
-            drafted = self._drafted.get(name)
-            if drafted is None:
+        """Judge the trees of the last `propose`, and overwrite the rows of every verified token."""
+        root_previous = np.full(len(rows.request_ids), EMPTY, np.int32)
+        estimates = self.hits.reshape(-1, NUM_DEPTHS), self.trials.reshape(-1, NUM_DEPTHS)
+        for i, (request_id, emitted) in enumerate(zip(rows.request_ids, rows.emitted, strict=True)):
+            state = self._requests.get(request_id)
+            if state is None:
                 continue
-            if emitted:
-                self._judge(drafted, emitted)
-            start, end = starts[i], starts[i + 1]
-            if end > start and rows.tokens[start] == drafted.context[1]:
-                previous[start] = drafted.context[0]
-        below = rows.parents >= 0
-        first = np.repeat(rows.row_start[:-1], np.diff(rows.row_start))
-        previous[below] = rows.tokens[(first + rows.parents)[below]]
-        weight = np.exp(rows.top_logits - rows.top_logits[:, :1])
-        share = weight / weight.sum(axis=1, keepdims=True)
-        bucket = np.searchsorted(SHARES, share).astype(np.uint8)
-        known = self._in_vocabulary(rows.tokens)
-        paired = known & self._in_vocabulary(previous)
-        key = previous * self._vocab + rows.tokens
-        for kept in (False, True):
-            mask = known & (rows.accepted == kept)
-            self.matrix[rows.tokens[mask]] = rows.top_ids[mask]
-            self.classes[rows.tokens[mask]] = bucket[mask]
-            mask = paired & (rows.accepted == kept)
-            slots = key[mask] % PAIR_SLOTS
-            self.keys[slots] = key[mask]
-            self.matrix[self._vocab + slots] = rows.top_ids[mask]
-            self.classes[self._vocab + slots] = bucket[mask] + (NUM_BUCKETS + 1)
-
-    def _judge(self, drafted: _Drafted, emitted: Sequence[int]) -> None:
-        """Compare a proposed tree with what its request put out."""
-        reached = {-1}  # the nodes on the output's path
-        for node, (token, parent) in enumerate(zip(drafted.tokens, drafted.parents, strict=True)):
-            if parent not in reached:
-                continue
-            depth = drafted.depths[node]
-            if depth > len(emitted):
-                continue
-            group, column = drafted.classes[node], min(depth - 1, DEPTHS - 1)
-            hit = token == emitted[depth - 1]
-            self.trials[group, column] = self.trials[group, column] * FADE + 1.0
-            self.hits[group, column] = self.hits[group, column] * FADE + hit
-            if hit:
-                reached.add(node)
-
-    def _in_vocabulary(self, tokens: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
-        """False for the placeholder ids of images and prompt embeddings, which have no successor."""
-        return (tokens >= 0) & (tokens < self._vocab)
+            if emitted and state.drafted is not None:
+                judge_tree(*state.drafted, np.array(emitted, np.int32), *estimates, FADE)
+                state.drafted = None
+            start = rows.row_start[i]
+            if start < rows.row_start[i + 1] and rows.tokens[start] == state.root:
+                root_previous[i] = state.previous
+        record_rows(
+            self.tables,
+            rows.row_start,
+            rows.tokens,
+            rows.parents,
+            rows.accepted,
+            root_previous,
+            rows.top_ids,
+            rows.top_logits,
+            SHARES,
+        )
 
     def propose(self, requests: Sequence[Request]) -> list[DraftTree]:
         """Grow each request's tree from its root, always the most probable node next."""
-        estimates: Float32 = (self.hits / self.trials).astype(np.float32)
-        contexts = np.full((len(requests), 2), -1, np.int64)
-        for i, request in enumerate(requests):
-            contexts[i, max(2 - len(request.tokens), 0) :] = request.tokens[-2:]
-        counts, tokens, parents, probabilities, classes = best_first_trees(
-            self.matrix,
-            self.classes,
-            estimates,
-            self.keys,
+        contexts = np.full((len(requests), self._longest), EMPTY, np.int32)
+        for context, request in zip(contexts, requests, strict=True):
+            tokens = request.tokens
+            context[max(self._longest - len(tokens), 0) :] = tokens[-self._longest :]
+            state = self._requests[request.request_id]
+            self._record_text(state, tokens)
+            state.root = int(tokens[-1])
+            state.previous = int(tokens[-2]) if len(tokens) > 1 else EMPTY
+        grown = grow_trees(
+            self.tables,
+            self.estimates,
             contexts,
             np.array([request.budget_tokens for request in requests], np.int64),
             np.array([request.max_depth for request in requests], np.int64),
+            self._template,
         )
         trees = []
-        for i, (request, count) in enumerate(zip(requests, counts.tolist(), strict=True)):
-            tree = DraftTree(tokens[i, :count], parents[i, :count], probabilities[i, :count])
-            trees.append(tree)
-            self._drafted[request.request_id] = _Drafted(
-                (int(contexts[i, 0]), int(contexts[i, 1])),
-                tree.parents.tolist(),
-                tree.tokens.tolist(),
-                tree.depths().tolist(),
-                classes[i, :count].tolist(),
+        for i, (request, count) in enumerate(zip(requests, grown.counts.tolist(), strict=True)):
+            tree = DraftTree(
+                grown.tokens[i, :count], grown.parents[i, :count], grown.probabilities[i, :count]
             )
+            state = self._requests[request.request_id]
+            state.drafted = tree.tokens, tree.parents, grown.groups[i, :count]
+            trees.append(tree)
         return trees
 
     def finish(self, request_id: str) -> None:
         """Forget a request."""
-        self._drafted.pop(request_id, None)
+        self._requests.pop(request_id, None)
 
     def warm_up(self) -> None:
         """Compile what would else stall the first request."""
-        one = np.ones(1, np.int64)
-        best_first_trees(
-            self.matrix, self.classes, np.zeros((1, 1), np.float32), self.keys, np.zeros((1, 2), np.int64), one, one
+        # A small one of the same types; numba's compiled code is shared by all.
+        twin = type(self)(2, *self._arguments)
+        tokens = np.zeros(2, np.int32)
+        sampling = Sampling(temperature=0.0, top_p=1.0, top_k=0, min_p=0.0, seed=None)
+        request = Request("", tokens, 2, budget_tokens=1, max_depth=1, sampling=sampling)
+        twin.start(request)
+        twin.propose([request])
+        twin.observe(
+            VerifiedRows(
+                [""],
+                np.array([0, 1], np.int32),
+                tokens[:1],
+                np.array([-1], np.int32),
+                np.array([True]),
+                np.zeros((1, self.verified_top_k), np.int32),
+                np.zeros((1, self.verified_top_k), np.float32),
+                [[0]],
+            )
         )

@@ -120,20 +120,18 @@ def test_json_schema_among_free_requests(plain_llm: Any, recycling_llm: Any) -> 
 
 
 def test_second_turn_on_blocks_that_trees_wrote(plain_llm: Any, recycling_llm: Any) -> None:
-    """The first turn fills whole KV blocks by accepted paths; the second reads them from the prefix cache."""
-    prompt = "Count from one to sixty in words, separated by commas."
-    expected, actual = [], []
-    for llm, into in ((plain_llm, expected), (recycling_llm, actual)):
-        messages = [{"role": "user", "content": prompt}]
-        first = llm.chat(messages, SamplingParams(**GREEDY, max_tokens=200), use_tqdm=False)[0]
-        messages += [
-            {"role": "assistant", "content": first.outputs[0].text},
-            {"role": "user", "content": "Now backwards."},
-        ]
-        second = llm.chat(messages, SamplingParams(**GREEDY, max_tokens=40), use_tqdm=False)[0]
-        into += [first.outputs[0], second.outputs[0]]
-        assert second.num_cached_tokens > 128  # more than the first turn's prompt: blocks written while decoding
-    compare(expected, actual)
+    """The first turn fills whole KV blocks with accepted paths; the second reads them from the prefix cache."""
+    tokens = plain_llm.get_tokenizer().encode("Count from one to a hundred in words: one, two, three, four,")
+    results = []
+    for llm in (plain_llm, recycling_llm):
+        params = SamplingParams(**GREEDY, max_tokens=160, ignore_eos=True)
+        first = llm.generate({"prompt_token_ids": tokens}, params, use_tqdm=False)[0]
+        longer = [*tokens, *first.outputs[0].token_ids, *tokens]
+        params = SamplingParams(**GREEDY, max_tokens=24, ignore_eos=True)
+        second = llm.generate({"prompt_token_ids": longer}, params, use_tqdm=False)[0]
+        assert second.num_cached_tokens == 128  # a block, of which the first turn's prompt is a small part
+        results.append([first.outputs[0], second.outputs[0]])
+    compare(*results)
 
 
 def counters(llm: Any) -> dict[str, int]:

@@ -1,71 +1,104 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The readable reference of `grow_trees` and `judge_tree`, on dictionaries."""
+"""The readable reference of `best_first_tree`, on dictionaries that forget nothing.
 
-from collections.abc import Mapping, Sequence
+A row's key is its token ``(t,)`` or its pair ``(previous, t)``; a text's key is the context, oldest first.
+"""
+
+from collections.abc import Iterator, Sequence
 
 import numpy as np
+import numpy.typing as npt
 
-Entry = tuple[int, int]  # token, class
+Row = list[tuple[int, int]]  # token and class of each entry
+Node = tuple[int, int, float, int]  # token, parent, path probability, group
+
+
+def record_row_ref(
+    rows: dict[tuple[int, ...], Row],
+    previous: int,
+    token: int,
+    top_ids: Sequence[int],
+    top_logits: Sequence[float],
+    shares: Sequence[float],
+) -> None:
+    """One row of `record_rows`."""
+    weights = np.exp(np.array(top_logits, np.float32) - np.float32(top_logits[0]))
+    bases = [1 + sum(bool(weight > bound) for bound in shares) for weight in weights / weights.sum()]
+    rows[token,] = list(zip(top_ids, bases, strict=True))
+    if previous >= 0:
+        rows[previous, token] = [(i, base + len(shares) + 1) for i, base in rows[token,]]
+
+
+def record_text_ref(
+    text: dict[tuple[int, ...], int], tokens: Sequence[int], start: int, longest: int
+) -> None:
+    """See `record_text`."""
+    for i in range(start, len(tokens)):
+        for length in range(2, min(longest, i) + 1):
+            text[tuple(tokens[i - length : i])] = tokens[i]
 
 
 def grow_tree_ref(
-    rows: Mapping[tuple[int, ...], Sequence[Entry]],
-    text: Mapping[tuple[int, ...], int],
-    estimates: Sequence[Sequence[Sequence[float]]],
+    rows: dict[tuple[int, ...], Row],
+    text: dict[tuple[int, ...], int],
+    estimates: npt.NDArray[np.float32],
     context: Sequence[int],
     budget: int,
     max_depth: int,
-    template: Sequence[Sequence[int]],
-) -> list[tuple[int, int, float, int]]:
-    """The tree of one request: token, parent, path probability and group of each node.
+    template: Sequence[Sequence[int]] = (),
+) -> list[Node]:
+    """The tree of one request; see `grow_trees`."""
+    longest, num_bases, num_depths = estimates.shape
 
-    Args:
-        rows: by token ``(t,)`` or pair ``(previous, t)``.
-        text: by context, oldest token first; what followed.
-        estimates, context, budget, max_depth, template: see `grow_trees`.
-    """
-    longest, num_bases, num_depths = len(estimates), len(estimates[0]), len(estimates[0][0])
-    tree: list[tuple[int, int, float, int]] = []
-    paths: list[tuple[int, ...]] = []  # from the root, with it
-    positions: list[int] = []
-    frontier: list[tuple[float, tuple[int, int, int, int]]] = []
-    node = -1
+    def children(path: tuple[int, ...]) -> Iterator[tuple[int, int, int]]:
+        """Rank, token and group."""
+        row = rows.get(path[-2:]) if longest > 1 else None
+        row = row or rows.get(path[-1:], [])
+        known = [length for length in range(2, min(longest, len(path)) + 1) if path[-length:] in text]
+        level = max(known, default=1) - 1
+        successor = text[path[-max(known) :]] if known else None
+        for rank, (token, base) in enumerate(row):
+            yield rank, token, base + (level * num_bases if token == successor else 0)
+        if successor is not None and successor not in (token for token, _ in row):
+            yield -1, successor, level * num_bases
+
+    root = tuple(token for token in context if token >= 0)
+    tree: list[Node] = []
+    paths: list[tuple[int, ...]] = []  # the tokens below the root
+    frontier: list[tuple[float, int, int, int, int]] = []
+    path: tuple[int, ...] = ()
+    node, position, above = -1, 0, np.float32(1)
     while len(tree) < budget:
-        known = tuple(token for token in context if token >= 0)
-        path = known if node < 0 else known + paths[node]
-        depth = len(path) - len(known)
-        above = np.float32(1.0) if node < 0 else np.float32(tree[node][2])
-        if depth < max_depth:
-            row = rows.get(path[-2:], ()) if longest > 1 and len(path) > 1 else ()
-            row = row or rows.get(path[-1:], ())
-            lengths = [n for n in range(2, longest + 1) if n <= len(path) and path[-n:] in text]
-            level = max(lengths, default=1) - 1
-            followed = text[path[-level - 1 :]] if lengths else None
-            children = [
-                (token, base + (level * num_bases if token == followed else 0)) for token, base in row
-            ]
-            ranks = list(range(len(children)))
-            if followed is not None and followed not in [token for token, _ in row]:
-                children.append((followed, level * num_bases))
-                ranks.append(-1)
-            for (token, group), rank in zip(children, ranks, strict=True):
-                position = 0
+        if len(path) < max_depth:
+            for rank, token, group in children(root + path):
+                child = 0
                 if len(template):
-                    position = template[0 if node < 0 else positions[node]][rank] if rank >= 0 else -1
-                if position >= 0:
-                    own = np.float32(
-                        estimates[group // num_bases][group % num_bases][min(depth, num_depths - 1)]
-                    )
-                    frontier.append((float(above * own), (token, node, group, position)))
-        if not frontier:
-            break
-        best = max(frontier, key=lambda child: child[0])  # of equals the first
+                    child = template[position][rank] if rank >= 0 else -1
+                if child >= 0:
+                    own = estimates[group // num_bases, group % num_bases, min(len(path), num_depths - 1)]
+                    frontier.append((float(above * own), token, node, group, child))
+        best = max(frontier, key=lambda entry: entry[0], default=(0.0, 0, 0, 0, 0))  # of equals the first
         if best[0] <= 0.0:
             break
         frontier.remove(best)
-        probability, (token, parent, group, position) = best
-        paths.append(((token,) if parent < 0 else (*paths[parent], token)))
-        positions.append(position)
-        node = len(tree)
+        probability, token, parent, group, position = best
+        node, above = len(tree), np.float32(probability)
+        path = (*(paths[parent] if parent >= 0 else ()), token)
         tree.append((token, parent, probability, group))
+        paths.append(path)
     return tree
+
+
+def judge_tree_ref(
+    tokens: Sequence[int], parents: Sequence[int], groups: Sequence[int], emitted: Sequence[int]
+) -> list[tuple[int, int, bool]]:
+    """The trials of `judge_tree`, in order: group, depth from 0, and whether it was a hit."""
+    trials = []
+    paths: list[list[int]] = []
+    for token, parent, group in zip(tokens, parents, groups, strict=True):
+        above = paths[parent] if parent >= 0 else []
+        paths.append([*above, token])
+        depth = len(above)
+        if depth < len(emitted) and above == list(emitted[:depth]):
+            trials.append((group, depth, token == emitted[depth]))
+    return trials

@@ -111,6 +111,9 @@ class Proposer(ABC):
     def memory_bytes(self) -> int:
         """Host memory of the proposer's state that does not depend on the load."""
 
+    def warm_up(self) -> None:
+        """Compile what would else stall the first request; called once, before any request."""
+
     def start(self, request: Request) -> None:
         """A request's prompt has been computed; called once, also when it is later preempted."""
 

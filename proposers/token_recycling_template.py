@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The tree of the Token Recycling paper: 80 nodes, at most 6 deep, by depth 8, 21, 25, 15, 8 and 3.
 
-A node is the ranks on its path: ``"03"`` is the fourth successor of the root's best successor. Nodes not given
-here are leaves. The authors chose the shape from measured acceptance.
+A node is the ranks on its path: ``"03"`` is the fourth successor of the root's best successor. Nodes not
+listed are leaves. The authors chose the shape from measured acceptance.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ NUM_CHILDREN = (
 
 
 def positions(width: int) -> Int32:
-    """The template for `grow_trees`.
+    """The shape as `grow_trees` takes it.
 
     Returns:
         int32 ``[81, width]``: for each node, the root first, the position of its child of each rank, or -1.

@@ -12,8 +12,19 @@ from vllm_ext.proposers.registry import METHODS, load_method
 
 def test_defaults() -> None:
     settings = config.parse({"method": "token_recycling"})
-    assert settings.options.model_dump() == {"num_speculative_tokens": 5, "matrix_width": 8}
-    assert str(settings) == "token_recycling (num_speculative_tokens=5, matrix_width=8)"
+    assert settings.options.model_dump() == {
+        "num_speculative_tokens": 16,
+        "budget": "goodput",
+        "matrix_width": 8,
+        "context_tokens": 4,
+        "tree": "dynamic",
+    }
+    assert str(settings).startswith("token_recycling (num_speculative_tokens=16, budget='goodput', ")
+
+
+def test_a_choice_lists_what_it_can_be() -> None:
+    with pytest.raises(ValueError, match=r"budget='auto' is not allowed; allowed: 'goodput' or 'fixed'"):
+        config.parse({"method": "token_recycling", "budget": "auto"})
 
 
 def test_hyphens_as_in_vllm() -> None:

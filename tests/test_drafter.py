@@ -15,8 +15,12 @@ import torch
 pytest.importorskip("vllm")
 
 from vllm_ext import config
-from vllm_ext.proposers.base import Draft, Proposer, Request, VerifiedRows
+from vllm_ext.proposers.base import Proposer, Request, VerifiedRows
+from vllm_ext.proposers.budget import GoodputBudget
+from vllm_ext.proposers.tree import DraftTree
+from vllm_ext.samplers.tree_walk import greedy_walk
 from vllm_ext.v1_drafter import Drafter
+from vllm_ext.v1_trees import StepTrees
 
 VOCAB = 50
 
@@ -33,7 +37,7 @@ class Recorder(Proposer):
         self.finished: list[str] = []
         self.rows: list[VerifiedRows] = []
         self.requests: list[Request] = []
-        self.draft = Draft.chain(np.array([7, 8, 9], dtype=np.int32))
+        self.draft = DraftTree.chain(np.array([7, 8, 9], np.int32), np.array([0.6, 0.4, 0.2], np.float32))
 
     @classmethod
     def from_options(cls, options: Any, vocab_size: int) -> Recorder:
@@ -49,12 +53,9 @@ class Recorder(Proposer):
     def observe(self, rows: VerifiedRows) -> None:
         self.rows.append(rows)
 
-    def propose(self, requests: Sequence[Request]) -> list[Draft]:
+    def propose(self, requests: Sequence[Request]) -> list[DraftTree]:
         self.requests = list(requests)
-        return [
-            Draft(self.draft.tokens[: r.budget_tokens], self.draft.parents[: r.budget_tokens])
-            for r in requests
-        ]
+        return [self.draft.prefix(min(r.budget_tokens, r.max_depth)) for r in requests]
 
     def finish(self, request_id: str) -> None:
         self.finished.append(request_id)
@@ -73,17 +74,27 @@ def drafter(recorder: Recorder, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) 
     model_config = SimpleNamespace(get_vocab_size=lambda: VOCAB, max_model_len=20, dtype=torch.float32)
     return Drafter(
         SimpleNamespace(
-            additional_config={"vllm_ext": {"method": "token_recycling", "num_speculative_tokens": 3}},
+            additional_config={
+                "vllm_ext": {"method": "token_recycling", "num_speculative_tokens": 3, "budget": "fixed"}
+            },
             model_config=model_config,
-            parallel_config=SimpleNamespace(rank=0, data_parallel_index=0),
+            parallel_config=SimpleNamespace(rank=0, data_parallel_index=0, world_size=1),
             instance_id="test",
         )
     )
 
 
 def params(**values: Any) -> SimpleNamespace:
-    default = {"temperature": 0.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "seed": None, "max_tokens": 100}
-    return SimpleNamespace(**{**default, "eos_token_id": 2, "stop_token_ids": [], **values})
+    default: dict[str, Any] = {
+        "temperature": 0.0,
+        "top_p": 1.0,
+        "top_k": 0,
+        "min_p": 0.0,
+        "seed": None,
+        "max_tokens": 100,
+    }
+    default |= {"eos_token_id": 2, "stop_token_ids": [], "structured_outputs": None}
+    return SimpleNamespace(**{**default, **values})
 
 
 class Runner:
@@ -109,21 +120,38 @@ class Runner:
             num_tokens_no_spec=np.array(lengths),
             token_ids_cpu=table,
         )
-        self.input_ids = SimpleNamespace(np=np.array(list(itertools.chain(*queries)), dtype=np.int32))
+        self.queries = queries
         ends = np.cumsum([0, *(len(query) for query in queries)])
         # vLLM's buffer is longer than the batch.
         self.query_start_loc = SimpleNamespace(np=np.array([*ends, *[ends[-1]] * 3], dtype=np.int32))
+        self.step_started = 0.0
 
 
 def step(
     drafter: Drafter, runner: Runner, num_drafts: list[int], sampled: list[list[int]]
 ) -> list[list[int]]:
+    """One step that emits ``sampled``, its trees read as the runner reads them."""
     num_rows = sum(num_drafts) + len(num_drafts)
     logits = torch.zeros(num_rows, VOCAB)
     logits[torch.arange(num_rows), torch.arange(num_rows) + 10] = 1.0  # row r ranks token 10 + r first
-    metadata = SimpleNamespace(num_draft_tokens=num_drafts)
-    drafter.tap(runner, SimpleNamespace(logits=logits, spec_decode_metadata=metadata))
-    return drafter.step(runner, 3, sampled)
+    lengths = np.array([len(query) for query in runner.queries], dtype=np.int32)
+    names = runner.input_batch.req_ids
+    trees = StepTrees.from_step(
+        names,
+        num_drafts,
+        {name: query[-n:] for name, query, n in zip(names, runner.queries, num_drafts, strict=True) if n},
+        drafter.proposed,
+        runner.query_start_loc.np[: len(names) + 1],
+        lengths,
+        np.zeros_like(lengths),
+        np.array(list(itertools.chain(*runner.queries)), dtype=np.int32),
+    )
+    choice = np.full(num_rows, -2, dtype=np.int32)
+    for start, tokens in zip(trees.row_start.tolist(), sampled, strict=False):
+        choice[start : start + len(tokens)] = tokens  # right for chains
+    trees.accepted, _ = greedy_walk(trees.row_start, trees.tokens, trees.parents, choice)
+    drafter.tap(trees, logits)
+    return drafter.step(runner, trees, 3, sampled)
 
 
 def test_rows_of_a_mixed_batch(drafter: Drafter, recorder: Recorder) -> None:
@@ -151,6 +179,8 @@ def test_rows_of_a_mixed_batch(drafter: Drafter, recorder: Recorder) -> None:
         "spec_emitted_tokens": 3,
         "spec_steps": 2,
         "fallbacks:proposer_error": 0,
+        "fallbacks:structured_output_chain": 0,
+        "fallbacks:model_chain": 0,
     }
 
 
@@ -171,7 +201,7 @@ def test_budget_stops_at_max_tokens_and_max_model_len(
 ) -> None:
     runner = Runner({"a": ([3] * prompt, [4] * output, params(max_tokens=max_tokens))}, [[3]])
     (draft,) = step(drafter, runner, [0], [[4]])
-    assert recorder.requests[0].budget_tokens == budget
+    assert min(recorder.requests[0].budget_tokens, recorder.requests[0].max_depth) == budget
     assert len(draft) == budget
     assert recorder.requests[0].tokens.tolist() == [3] * prompt + [4] * output
 
@@ -214,8 +244,64 @@ def test_a_fault_costs_drafts_not_requests(
     assert step(drafter, runner, [0], [[4]]) == [[7, 8, 9]]
 
 
-def test_branching_drafts_are_refused_by_the_chain_runner(drafter: Drafter, recorder: Recorder) -> None:
-    recorder.draft = Draft(np.array([7, 8, 9], np.int32), np.array([-1, -1, 0], np.int32))
+BRANCHING = DraftTree(
+    np.array([7, 8, 9], np.int32), np.array([-1, -1, 0], np.int32), np.array([0.5, 0.3, 0.2], np.float32)
+)
+
+
+def test_a_fault_of_the_tap_costs_what_was_to_be_learnt(
+    drafter: Drafter, recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(logits: torch.Tensor, k: int) -> torch.Tensor:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr("vllm_ext.v1_drafter.top_k_ids", fail)
     runner = Runner({"a": ([1], [4], params())}, [[1]])
-    assert step(drafter, runner, [0], [[4]]) == [[]]
+    assert step(drafter, runner, [0], [[4]]) == [[7, 8, 9]]
+    assert recorder.rows == []
     assert drafter.counters()["fallbacks:proposer_error"] == 1
+
+
+def test_structured_output_gets_the_best_chain_of_a_tree(drafter: Drafter, recorder: Recorder) -> None:
+    recorder.draft = BRANCHING
+    runner = Runner(
+        {"a": ([1], [4], params(structured_outputs=object())), "b": ([1], [4], params())}, [[1], [1]]
+    )
+    assert step(drafter, runner, [0, 0], [[4], [4]]) == [[7, 9], [7, 8, 9]]
+    assert drafter.counters()["fallbacks:structured_output_chain"] == 1
+
+
+def test_a_model_without_tree_attention_gets_chains(drafter: Drafter, recorder: Recorder) -> None:
+    recorder.draft = BRANCHING
+    drafter.chain_reason = "sliding window"
+    runner = Runner({"a": ([1], [4], params())}, [[1]])
+    assert step(drafter, runner, [0], [[4]]) == [[7, 9]]
+    assert drafter.counters()["fallbacks:model_chain"] == 1
+
+
+def test_the_budget_cuts_what_is_scheduled_not_what_is_remembered(
+    drafter: Drafter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another rank's clock may choose another size; both must know the tree of what is scheduled."""
+    drafter.budget = GoodputBudget(3)
+    monkeypatch.setattr(drafter.budget, "choose", lambda *_: [1])
+    runner = Runner({"a": ([1], [4], params())}, [[1]])
+    assert step(drafter, runner, [0], [[4]]) == [[7]]
+    assert drafter.proposed["a"].tokens.tolist() == [7, 8, 9]
+
+
+def test_the_budget_learns_from_steps_without_prompts(
+    drafter: Drafter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drafter.budget = GoodputBudget(3)
+    costs: list[tuple[Any, ...]] = []
+    seen: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(drafter.budget.cost, "record", lambda *values: costs.append(values[1:]))
+    monkeypatch.setattr(drafter.budget, "observe", lambda *values: seen.append(values))
+    monkeypatch.setattr(drafter.budget, "choose", lambda names, *_: [2] * len(names))
+    step(drafter, Runner({"a": ([1, 3, 3], [4], params())}, [[1, 3, 3]]), [0], [[4]])
+    assert costs == []
+    step(drafter, Runner({"a": ([1, 3, 3], [4, 7, 9], params())}, [[4, 7, 8]]), [2], [[7, 9]])
+    assert costs == [(3, 1, 0)]
+    names, predicted, accepted = seen[-1]
+    assert (list(names), predicted, accepted) == (["a"], [pytest.approx(1.0)], [1])

@@ -74,7 +74,9 @@ def test_any_truncation_by_the_scheduler_is_a_tree(size: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "drafts", [[5, 6, 8, 7], [6], [5, 6, 8, 9, 7, 1], [1, 2, 3]], ids=["changed", "other", "longer", "unknown"]
+    "drafts",
+    [[5, 6, 8, 7], [6], [5, 6, 8, 9, 7, 1], [1, 2, 3]],
+    ids=["changed", "other", "longer", "unknown"],
 )
 def test_a_list_we_did_not_propose_is_a_chain(drafts: list[int]) -> None:
     trees = step({"a": BRANCHING}, {"a": drafts}, {"a": 10})

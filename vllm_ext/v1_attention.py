@@ -117,6 +117,24 @@ def register() -> None:
         )
 
 
+def warm_up(layer: Any) -> None:
+    """Compile the kernel for a layer's cache: one row over an empty context. Writes nothing into the cache."""
+    impl, kv_cache = layer.impl, layer.kv_cache
+    int32 = {"dtype": torch.int32, "device": kv_cache.device}
+    query = torch.zeros((1, impl.num_heads, impl.head_size), dtype=kv_cache.dtype, device=kv_cache.device)
+    tree_attention(
+        query,
+        *impl.kv_views(kv_cache),
+        torch.empty_like(query),
+        block_table=torch.zeros((1, 1), **int32),
+        first_row=torch.zeros(1, **int32),
+        num_rows=torch.ones(1, **int32),
+        context_len=torch.zeros(1, **int32),
+        parents=torch.full((1,), -1, **int32),
+        scale=impl.scale,
+    )
+
+
 def layer_problem(layer: Any) -> str | None:
     """Why a layer cannot attend over trees, or None."""
     impl = getattr(layer, "impl", None)

@@ -49,6 +49,7 @@ class Drafter:
                 metrics.counter_path(vllm_config, vllm_config.parallel_config.data_parallel_index),
                 create=True,
             )
+        self.num_nodes = settings.options.num_speculative_tokens  # most of one request
         self.budget: GoodputBudget | None = None
         if settings.options.budget == "goodput":
             self.budget = GoodputBudget(settings.options.num_speculative_tokens)
@@ -64,6 +65,7 @@ class Drafter:
             parameter = next(model.parameters())
             logits = parameter.new_zeros((2, self._vocab_size), dtype=self._dtype)
             top_k_ids(logits, self.proposer.verified_top_k)
+        self.proposer.warm_up()
         logger.info(
             "vllm-ext: %s holds %.2f MB of host memory",
             type(self.proposer).__name__,
@@ -163,7 +165,9 @@ class Drafter:
         )
         if self._counters is not None:
             state = self.budget.state()
-            self._counters.set_gauges({name: state[name.removeprefix("spec_budget_")] for name in metrics.GAUGES})
+            self._counters.set_gauges(
+                {name: state.get(name.removeprefix("spec_budget_"), 0.0) for name in metrics.GAUGES}
+            )
         return sizes
 
     def _clock_step(self, runner: Any, trees: StepTrees) -> None:
@@ -254,7 +258,7 @@ class Drafter:
             if not started:
                 self._sampling[request_id] = _sampling(params)
             # Each node takes a slot behind the root, accepted or not.
-            budget_tokens = min(num_draft_tokens, self._max_model_len - num_tokens)
+            budget_tokens = min(num_draft_tokens, self.num_nodes, self._max_model_len - num_tokens)
             if self.budget is not None and self._may_hint:
                 budget_tokens = min(budget_tokens, self.budget.hint(request_id))
             # A step that accepts n drafts emits n + 1 tokens.

@@ -58,6 +58,9 @@ class SpeculativeRunner:
                 "what trees need.",
                 self.drafter.chain_reason,
             )
+        else:
+            for layer in self._attention_layers()[:1]:
+                v1_attention.warm_up(layer)
         return result
 
     def _chain_reason(self) -> str | None:

@@ -45,7 +45,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 def chat(
-    llm: Any, prompts: Sequence[str], batch_size: int, sampling: Sequence[dict[str, Any]], max_tokens: int = 32
+    llm: Any,
+    prompts: Sequence[str],
+    batch_size: int,
+    sampling: Sequence[dict[str, Any]],
+    max_tokens: int = 32,
 ) -> list[Any]:
     """Completions (with all they carry) of each prompt, ``batch_size`` at a time; options by prompt, cyclic."""
     result = []

@@ -134,9 +134,7 @@ def test_expected_tokens_is_one_plus_the_sum_of_path_probabilities(paths: list[l
     )
     rng = np.random.default_rng(0)
 
-    def draw(
-        requests: Sequence[int], rows: Sequence[int], emitted: Sequence[Sequence[int]]
-    ) -> list[int]:
+    def draw(requests: Sequence[int], rows: Sequence[int], emitted: Sequence[Sequence[int]]) -> list[int]:
         return [int(rng.choice(VOCAB, p=target.p[tree.tokens[row]])) for row in rows]
 
     runs = [len(walk(tree.row_start, tree.tokens, tree.parents, draw)[1][0]) for _ in range(6000)]
@@ -168,9 +166,7 @@ def test_greedy_walk_is_the_walk_with_known_draws(seed: int, num_requests: int) 
     row_start, tokens, parents = random_batch(rng, num_requests)
     choice = rng.integers(4, size=len(tokens)).astype(np.int32)
 
-    def draw(
-        requests: Sequence[int], rows: Sequence[int], emitted: Sequence[Sequence[int]]
-    ) -> list[int]:
+    def draw(requests: Sequence[int], rows: Sequence[int], emitted: Sequence[Sequence[int]]) -> list[int]:
         return [int(choice[row_start[i] + row]) for i, row in zip(requests, rows, strict=True)]
 
     paths, emitted = greedy_walk(row_start, tokens, parents, choice)
@@ -184,8 +180,11 @@ def test_greedy_walk_is_the_walk_with_known_draws(seed: int, num_requests: int) 
         assert [int(tokens[start + row]) for row in path] == out[:-1]
         assert [int(choice[start + row]) for row in rows] == out
         # And it could not go on.
-        children = {int(tokens[start + row]) for row in range(row_start[request + 1] - start)
-                    if parents[start + row] == rows[-1]}
+        children = {
+            int(tokens[start + row])
+            for row in range(row_start[request + 1] - start)
+            if parents[start + row] == rows[-1]
+        }
         assert out[-1] not in children
 
 

@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The goodput budget under load: plain, goodput and fixed budgets side by side at several batch sizes, in one run.
+
+Two engines, plain and Token Recycling, take turns; the second one's budget is switched between runs, and its memory
+is put back to what it was after a warm-up on other prompts, so that no run profits from an earlier one on the same
+prompts. Every run at a batch size asks the same prompts, that many at a time.
+
+    .venv/bin/python scripts/bench_load.py --model MODEL --prompts FILE.jsonl --json OUT.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import os
+import platform
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # functions are sent to the worker
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+
+
+def save_memory(worker: Any) -> None:
+    """Keep a copy of what the proposer knows."""
+    worker.saved_proposer = copy.deepcopy(worker.model_runner.drafter.proposer)
+
+
+def set_budget(worker: Any, fixed_nodes: int | None) -> None:
+    """The goodput budget as it was, or so many nodes a request; and the proposer's memory as it was."""
+    drafter = worker.model_runner.drafter
+    if not hasattr(worker, "goodput_budget"):
+        worker.goodput_budget = drafter.budget
+        worker.ceiling = worker.goodput_budget.ceiling
+    drafter.proposer = copy.deepcopy(worker.saved_proposer)
+    drafter.budget = worker.goodput_budget if fixed_nodes is None else None
+    drafter.num_nodes = worker.ceiling if fixed_nodes is None else fixed_nodes
+
+
+def main() -> None:
+    """Run and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--prompts", type=Path, required=True, help="JSON lines with turns or prompt")
+    parser.add_argument("--batch-sizes", default="1,2,4,8,16,32")
+    parser.add_argument("--fixed", default="1,2,4,8,16", help="fixed budgets to compare with")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--max-tokens", type=int, default=64)
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+
+    from vllm import LLM, SamplingParams
+
+    lines = [json.loads(line) for line in arguments.prompts.read_text().splitlines()]
+    texts = [line["turns"][0] if "turns" in line else line["prompt"] for line in lines]
+    batch_sizes = [int(size) for size in arguments.batch_sizes.split(",")]
+    count = max(4, *batch_sizes)
+    texts = [texts[i * len(texts) // (2 * count)] for i in range(2 * count)]
+    warm_up, texts = texts[::2], texts[1::2]
+
+    options: dict[str, Any] = {
+        "dtype": arguments.dtype,
+        "max_model_len": 2048,
+        "max_num_seqs": max(batch_sizes),
+        "enforce_eager": True,
+        "enable_prefix_caching": False,
+    }
+    plain = LLM(arguments.model, **options)
+    method = {"method": "token_recycling", "num_speculative_tokens": 16}
+    trees = LLM(arguments.model, speculative_config=method, disable_log_stats=False, **options)
+    params = SamplingParams(temperature=0, max_tokens=arguments.max_tokens, ignore_eos=True)
+
+    def ask(llm: Any, prompts: list[str], batch_size: int) -> float:
+        """Seconds from the first request to the last answer, ``batch_size`` at a time."""
+        started = time.perf_counter()
+        for start in range(0, len(prompts), batch_size):
+            batch = [[{"role": "user", "content": text}] for text in prompts[start : start + batch_size]]
+            llm.chat(batch, params, use_tqdm=False)
+        return time.perf_counter() - started
+
+    ask(plain, warm_up[:4], 4)
+    ask(trees, warm_up, 4)
+    trees.collective_rpc(save_memory)
+    kinds: list[Any] = ["plain", None, *(int(nodes) for nodes in arguments.fixed.split(","))]
+    table = []
+    for batch_size in batch_sizes:
+        prompts = texts[: max(4, batch_size)]
+        tokens = len(prompts) * arguments.max_tokens
+        rates: dict[Any, list[float]] = {kind: [] for kind in kinds}
+        nodes: dict[Any, list[float]] = {kind: [] for kind in kinds}
+        for number in range(arguments.rounds):
+            for kind in kinds if number % 2 == 0 else kinds[::-1]:
+                time.sleep(1.2)  # vLLM's CPU workers spin for a second after their last message
+                if kind == "plain":
+                    rates[kind].append(tokens / ask(plain, prompts, batch_size))
+                    continue
+                trees.collective_rpc(set_budget, args=(kind,))
+                before = trees.collective_rpc("vllm_ext_counters")[0]
+                rates[kind].append(tokens / ask(trees, prompts, batch_size))
+                after = trees.collective_rpc("vllm_ext_counters")[0]
+                new = {name: after[name] - before[name] for name in after}
+                nodes[kind].append(new["spec_draft_tokens"] / new["spec_steps"])
+        row: dict[str, Any] = {"batch_size": batch_size, "plain_tokens_per_s": statistics.median(rates["plain"])}
+        for kind in kinds[1:]:
+            ratios = [rate / base for rate, base in zip(rates[kind], rates["plain"], strict=True)]
+            name = "goodput" if kind is None else f"fixed {kind}"
+            row[name] = {
+                "speedup": statistics.median(ratios),
+                "rounds": ratios,
+                "nodes_per_step": statistics.median(nodes[kind]),
+            }
+        best = max((row[f"fixed {kind}"]["speedup"], f"fixed {kind}") for kind in kinds[2:])
+        best = max(best, (1.0, "none"))
+        row["best_fixed"] = best[1]
+        row["goodput_over_best_fixed"] = row["goodput"]["speedup"] / best[0]
+        table.append(row)
+        cells = ", ".join(f"{name} {value['speedup']:.2f}" for name, value in row.items() if isinstance(value, dict))
+        print(
+            f"batch {batch_size}: plain {row['plain_tokens_per_s']:.1f} tok/s; {cells}; goodput "
+            f"{row['goodput']['nodes_per_step']:.1f} nodes a step, {row['goodput_over_best_fixed']:.2f} of {best[1]}",
+            flush=True,
+        )
+    if arguments.json:
+        machine = {"platform": platform.platform(), "cpus": os.cpu_count()}
+        arguments.json.write_text(json.dumps({"options": vars(arguments) | {
+            "prompts": arguments.prompts.name, "json": None, "model": Path(arguments.model).name
+        }, "machine": machine, "rows": table}, indent=1))
+
+
+if __name__ == "__main__":
+    main()

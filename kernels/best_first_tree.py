@@ -30,7 +30,7 @@ _SHIFT = 36  # the higher bits are the better mixed ones
 class SuccessorTables(NamedTuple):
     """What followed which token, by three keys: one token, a pair of tokens, a longer context of seen text.
 
-    Rows ``0 .. vocab - 1`` belong to tokens, the others to pairs. In a slot the newer key displaces the older.
+    Rows ``0 .. vocab - 1`` belong to tokens, the others to pairs. A newer key displaces an older in its slot.
     """
 
     successors: Int32  # [vocab + pair_slots, width] best first, EMPTY behind the last one
@@ -74,9 +74,9 @@ def record_rows(
 ) -> None:
     """Overwrite the rows of verified tokens, and of their pairs with the token before.
 
-    Rejected rows first, then accepted ones, each in order, so that of rows with one key the last accepted one
-    stays. An entry's class is 1 + the number of ``shares`` below its part of the softmax over the row's logits;
-    in a pair's row ``len(shares) + 1`` more. Class 0 is left to entries that come from no logits.
+    Rejected rows first, then accepted ones, each in order: of rows with one key the last accepted one stays.
+    An entry's class is 1 + the number of ``shares`` below its part of the softmax over the row's logits; in a
+    pair's row ``len(shares) + 1`` more. Class 0 is left to entries that come from no logits.
 
     Args:
         tables: written to.
@@ -117,19 +117,22 @@ def grow_trees(
 ) -> GrownTrees:
     """From each root on, open the newest node and take the most probable of all unopened children.
 
-    The children of a node are its pair's row, or its token's where the pair is unknown, and what followed the
-    longest known context of text. A child's own probability is ``estimates[level, base, depth - 1]``, the last
-    one at greater depths: ``base`` is the class of its entry in the row, 0 if it has none; ``level`` is 0, or for
-    the text's successor the length of that context minus 1. Of equally probable children the first comes first.
+    The children of a node are its pair's row, or its token's where the pair is unknown, and what followed
+    the longest known context of text. A child's own probability is ``estimates[level, base, depth - 1]``, at
+    greater depths the last one. ``level`` is 0, or for the text's successor the length of that context minus
+    1. ``base`` is the class of its entry in the row. A text's successor that the row lacks has the last class
+    if that is a pair's row, the last but one if it is a token's, and 0 if the row holds nothing from logits.
+    Of equally probable children the one found first is taken.
 
     Args:
         tables: as recorded.
-        estimates: float32 ``[longest, num_bases, num_depths]``, none above 1; ``longest * num_bases <= 256``.
-        contexts: int32 ``[num_requests, longest]`` each request's last tokens, newest last, -1 before the first.
+        estimates: float32 ``[longest, num_bases, num_depths]``, at most 1; ``longest * num_bases <= 256``.
+        contexts: int32 ``[num_requests, longest]`` the last tokens, newest last, -1 before the first.
         budgets: int64 ``[num_requests]`` most nodes.
         max_depths: int64 ``[num_requests]`` deepest nodes; the root's children have depth 1.
-        template: int32 ``[num_positions, width]`` the shape: position 0 is the root, an entry the position of a
-            node's child of that rank in its row, -1 where there is none. No positions: any shape.
+        template: int32 ``[num_positions, width]`` the shape: position 0 is the root, an entry the position of
+            the child of that rank, -1 where there is none; a successor that the row lacks has none. No
+            positions: any shape.
     """
     num_requests, most = len(budgets), max(int(budgets.max(initial=0)), 0)
     trees = GrownTrees(
@@ -256,12 +259,12 @@ def _grow_trees(
     width = successors.shape[1]
     pair_slots, text_slots = len(tables.pair_keys), len(tables.text_keys)
     vocab = len(successors) - pair_slots
-    longest, num_bases, num_depths = estimates.shape
+    num_bases, num_depths = estimates.shape[1:]
     most = trees.tokens.shape[1]
     depths = np.empty(most, np.int64)
     positions = np.empty(most, np.int64)
     context = np.empty(contexts.shape[1], np.int64)  # newest first
-    # The frontier. A taken child stays, with probability 0: looking past it is cheaper than a heap at these sizes.
+    # The frontier. A taken child stays, with probability 0: looking past it is cheaper than a heap.
     room = most * (width + 1)
     child_token = np.empty(room, np.int32)
     child_parent = np.empty(room, np.int32)
@@ -324,6 +327,8 @@ def _grow_trees(
                             break
                         token = text
                         group = level * num_bases
+                        if row >= 0 and tables.bases[row, 0] > 0:
+                            group += num_bases - (1 if row >= vocab else 2)
                     child = 0
                     if len(template):
                         child = template[position, rank] if rank < width else -1

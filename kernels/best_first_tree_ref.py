@@ -60,7 +60,9 @@ def grow_tree_ref(
         for rank, (token, base) in enumerate(row):
             yield rank, token, base + (level * num_bases if token == successor else 0)
         if successor is not None and successor not in (token for token, _ in row):
-            yield -1, successor, level * num_bases
+            from_logits = bool(row) and row[0][1] > 0
+            absent = num_bases - (1 if longest > 1 and path[-2:] in rows else 2)
+            yield -1, successor, level * num_bases + (absent if from_logits else 0)
 
     root = tuple(token for token in context if token >= 0)
     tree: list[Node] = []

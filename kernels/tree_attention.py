@@ -2,8 +2,7 @@
 """Attention of draft-tree rows over a paged KV cache.
 
 Row j of a request has its key and value at flat index ``context_len + j`` of the request's blocks. It attends to
-the ``context_len`` tokens before the root, to its ancestors and to itself. Which rows those are is a parent
-pointer a row; no mask is materialised.
+the ``context_len`` tokens before the root, to its ancestors and to itself.
 """
 
 from __future__ import annotations
@@ -55,7 +54,17 @@ def tree_attention(
     _validate(query, key_cache, value_cache, output, backend)
     if backend == "auto":
         backend = {"cpu": "numba", "cuda": "triton"}.get(query.device.type, "torch")  # type: ignore[assignment]
-    arguments = (query, key_cache, value_cache, output, block_table, first_row, num_rows, context_len, parents)
+    arguments = (
+        query,
+        key_cache,
+        value_cache,
+        output,
+        block_table,
+        first_row,
+        num_rows,
+        context_len,
+        parents,
+    )
     # Imported here: a backend that is not used may be missing, and costs nothing.
     if backend == "numba":
         from vllm_ext.kernels.tree_attention_numba import tree_attention_numba
@@ -129,7 +138,9 @@ def _validate(
         raise ValueError(f"backend={backend!r} must be 'auto', 'torch', 'numba' or 'triton'; leave it out")
     device = query.device.type
     if backend == "numba" and device != "cpu":
-        raise ValueError(f"backend='numba' takes CPU tensors, query.device={query.device}; use backend='auto'")
+        raise ValueError(
+            f"backend='numba' takes CPU tensors, query.device={query.device}; use backend='auto'"
+        )
     if backend == "triton" and device != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
         raise ValueError(
             f"backend='triton' takes CUDA tensors, query.device={query.device}; use backend='auto', or set "

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """`tree_attention` on the CPU, over vLLM's "vec" cache layout.
 
-Per request and KV head: the context is read once, block by block, for all rows and all query heads of the group
-(two small matrix products around an online softmax); then each row walks its parent pointers. The products are
-written so that LLVM keeps them in vector registers: the contiguous index is innermost, eight steps of the summed
-index are unrolled by hand, and two rows share what is loaded.
+Per request and KV head the keys and values are read once, block by block, for all rows and all query heads of
+the group: widened to float32, two small matrix products around an online softmax. In the blocks that hold the
+request's own rows, what a row does not see is masked. The products keep a tile of sums in vector registers.
 """
 
 import functools
@@ -136,7 +135,9 @@ def _narrow(source: Any, into: Any, kind: int) -> None:
 
 
 @intrinsic  # type: ignore[untyped-decorator]
-def _multiply_add_tile(typing: Any, a: Any, i: Any, lda: Any, inner: Any, b: Any, j: Any, ldb: Any, c: Any, k: Any, ldc: Any) -> Any:
+def _multiply_add_tile(
+    typing: Any, a: Any, i: Any, lda: Any, inner: Any, b: Any, j: Any, ldb: Any, c: Any, k: Any, ldc: Any
+) -> Any:
     """``c += a @ b`` on a tile of TILE_ROWS x TILE_WIDTH held in registers.
 
     ``a``, ``b``, ``c`` are flat float32 arrays; the tile starts at ``a[i]``, ``b[j]``, ``c[k]``, rows are
@@ -150,7 +151,9 @@ def _multiply_add_tile(typing: Any, a: Any, i: Any, lda: Any, inner: Any, b: Any
     vector = ir.VectorType(ir.FloatType(), LANES)
 
     def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        pointers = [context.make_array(signature.args[n])(context, builder, arguments[n]).data for n in (0, 4, 7)]
+        pointers = [
+            context.make_array(signature.args[n])(context, builder, arguments[n]).data for n in (0, 4, 7)
+        ]
         (a, b, c), (i, lda, inner, j, ldb, k, ldc) = pointers, [arguments[n] for n in (1, 2, 3, 5, 6, 8, 9)]
 
         def at(pointer: Any, start: Any, row: Any, stride: Any, column: int) -> Any:
@@ -173,7 +176,9 @@ def _multiply_add_tile(typing: Any, a: Any, i: Any, lda: Any, inner: Any, b: Any
             }
             for row, column, place in sums:
                 if column == 0:
-                    scalar = builder.load(builder.gep(a, [builder.add(builder.add(i, builder.mul(row, lda)), step)]))
+                    scalar = builder.load(
+                        builder.gep(a, [builder.add(builder.add(i, builder.mul(row, lda)), step)])
+                    )
                     lane = builder.insert_element(
                         ir.Constant(vector, ir.Undefined), scalar, ir.Constant(ir.IntType(32), 0)
                     )
@@ -193,7 +198,9 @@ def _multiply_add_tile(typing: Any, a: Any, i: Any, lda: Any, inner: Any, b: Any
 
 
 @numba.njit(fastmath=FAST, error_model="numpy")  # type: ignore[untyped-decorator]
-def _multiply_add(a: Any, lda: int, rows: int, inner: int, b: Any, ldb: int, width: int, c: Any, ldc: int) -> None:
+def _multiply_add(
+    a: Any, lda: int, rows: int, inner: int, b: Any, ldb: int, width: int, c: Any, ldc: int
+) -> None:
     """``c[:rows, :width] += a[:rows, :inner] @ b[:inner, :width]``, flat arrays with rows ld* apart.
 
     ``rows`` and ``width`` are multiples of the tile's.
@@ -244,7 +251,9 @@ def _maximum(typing: Any, x: Any, count: Any) -> Any:
             return builder.load(builder.bitcast(builder.gep(start, [index]), vector.as_pointer()), align=4)
 
         place = cgutils.alloca_once_value(builder, load(ir.Constant(arguments[1].type, 0)))
-        with cgutils.for_range(builder, builder.sdiv(arguments[1], ir.Constant(arguments[1].type, LANES))) as loop:
+        with cgutils.for_range(
+            builder, builder.sdiv(arguments[1], ir.Constant(arguments[1].type, LANES))
+        ) as loop:
             part = load(builder.mul(loop.index, ir.Constant(arguments[1].type, LANES)))
             so_far = builder.load(place)
             builder.store(builder.select(builder.fcmp_ordered(">", part, so_far), part, so_far), place)
@@ -253,7 +262,9 @@ def _maximum(typing: Any, x: Any, count: Any) -> Any:
         while lanes > 1:  # halve
             lanes //= 2
             mask = [*range(lanes, 2 * lanes), *range(lanes, LANES), *[0] * LANES][:LANES]
-            upper = builder.shuffle_vector(best, best, ir.Constant(ir.VectorType(ir.IntType(32), LANES), mask))
+            upper = builder.shuffle_vector(
+                best, best, ir.Constant(ir.VectorType(ir.IntType(32), LANES), mask)
+            )
             best = builder.select(builder.fcmp_ordered(">", upper, best), upper, best)
         return builder.extract_element(best, ir.Constant(ir.IntType(32), 0))
 
@@ -336,18 +347,27 @@ def _tree_attention(
                     q[r * group + g, d] *= scale
 
         for b in range((context + rows + block_size - 1) // block_size):
-            width = min(block_size, context + rows - b * block_size)
+            left = context + rows - b * block_size
+            width = left if left < block_size else block_size
             used = (width + TILE_WIDTH - 1) // TILE_WIDTH * TILE_WIDTH
             start = table[b] * block_stride + head * head_stride
             for d in range(head_size):
                 _widen(keys, start + d * block_size, key_block[d], used, kind)
             scores[:, :used] = np.float32(0.0)
             _multiply_add(
-                q.ravel(), head_size, padded, head_size, key_block.ravel(), block_size, used, scores.ravel(), block_size
+                q.ravel(),
+                head_size,
+                padded,
+                head_size,
+                key_block.ravel(),
+                block_size,
+                used,
+                scores.ravel(),
+                block_size,
             )
             root = context - b * block_size  # its column in this block, perhaps in none
             for m in range(wide):
-                for t in range(max(root, 0), width):
+                for t in range(root if root > 0 else 0, width):
                     if not visible[m // group, t - root]:
                         scores[m, t] = np.float32(-np.inf)
                 _online(scores[m], width, m, best, weight, total, power)

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# mypy: disable-error-code="no-untyped-def,untyped-decorator"
 """`tree_attention` on CUDA: one program for each request, KV head and tile of rows.
 
 A row's ancestors are bits: bit a of word w says that row ``32 * w + a`` is one, or the row itself. The kernel goes
@@ -97,7 +98,7 @@ def ancestor_bits(parents: np.ndarray, num_rows: np.ndarray) -> torch.Tensor:
 def _tiles(total_rows: int, num_requests: int, group: int) -> int:
     """Row tiles of the largest tree there can be among so many rows: known without asking the device."""
     most = min(total_rows - num_requests + 1, WORDS * 32)
-    return triton.cdiv(most * group, ROWS)
+    return -(-most * group // ROWS)
 
 
 @triton.jit
@@ -159,7 +160,9 @@ def _tree_attention(
     for start in range(0, context + rows, KEYS):
         token = start + tl.arange(0, KEYS)
         there = token < context + rows
-        block = tl.load(block_table + request * table_row + token // block_size, mask=there, other=0).to(tl.int64)
+        block = tl.load(block_table + request * table_row + token // block_size, mask=there, other=0).to(
+            tl.int64
+        )
         offset = token % block_size
         k = tl.load(
             keys

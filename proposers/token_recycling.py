@@ -1,25 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
 """Token Recycling: draft from what the target itself ranked highest the last time it read a token.
 
-A matrix holds, for each vocabulary token, the ids of the ``matrix_width`` tokens the target ranked highest after it,
-most recent observation only; every row the target verifies, accepted or not, overwrites its token's entry. The draft
-is a tree of successors of successors. No weights, no training, one matrix for all requests.
+A matrix holds, for each vocabulary token, the ids of the ``matrix_width`` tokens the target ranked highest
+after it, most recent observation only. Every row the target verifies, accepted or not, overwrites its token's
+row. The draft is a tree of successors of successors. No weights, no training, one matrix for all requests.
 
 Source: "Turning Trash into Treasure: Accelerating Inference of Large Language Models with Token Recycling",
 arXiv 2408.08696, section 3.
 
-Deviations, all ours, since many serving systems can afford 8 or 16 nodes a step but not the paper's 80:
+Deviations, all ours, made for budgets of 5 to 16 nodes where the paper verifies 80:
 
-- The tree is grown greedily by estimated acceptance (as in DySpec, arXiv 2410.11744) instead of having one fixed
-  shape; ``tree="static"`` stays inside the paper's shape, and is that shape at 80 nodes.
-- An entry keeps its share of the softmax over its row, in classes. The chance that a node is accepted after its
-  parent is counted for each class and depth, as requests go on, so that sure entries are followed far and unsure ones
-  are spread.
-- ``context_tokens`` of 2 and more: rows are kept for pairs of tokens too, and precede those of their last token. From
-  the text of prompts and outputs it is noted what followed the last 2 to ``context_tokens`` tokens; the longest
-  context seen before adds its successor. It belongs to classes of its own.
-- Entries never observed are marked empty and end a path, where the paper's code starts from token 0. Prompts seed
-  them with the successors they contain.
+- The tree is grown greedily by estimated acceptance (as in DySpec, arXiv 2410.11744) instead of having one
+  shape. ``tree="static"`` stays inside the paper's, and has it with 80 nodes and ``context_tokens=1``.
+- An entry keeps its part of the softmax over its row, as a class. How often an entry is right is counted by
+  class and depth as the requests go on; so sure entries are followed far, and unsure ones side by side.
+- ``context_tokens`` of 2 and more: pairs of tokens have rows too, which precede those of their last tokens.
+  And the text of prompts and outputs is indexed by its last 2 to ``context_tokens`` tokens: what followed the
+  longest context seen before is one more successor, or the same one with more trust.
+- Entries never observed are marked empty and end a path, where the paper's code drafts token 0. Prompts seed
+  them with the successors they contain, so that a fresh server drafts from its first step.
 """
 
 from __future__ import annotations
@@ -34,6 +33,7 @@ from pydantic import Field
 
 from vllm_ext.kernels.best_first_tree import (
     EMPTY,
+    Float64,
     SuccessorTables,
     grow_trees,
     judge_tree,
@@ -56,12 +56,13 @@ NUM_DEPTHS = 4  # the deeper ones count as the last
 # An estimate is hits over trials, both fading: the last 200 trials or so count. The prior is worth 8 trials.
 FADE = 0.995
 PRIOR_TRIALS = 8.0
-# Accepted per share, of a token's row and of a pair's row; of entries seeded by prompts; of successors in text by the
-# length of the context that was found, from 2 on, beside what the row says. About right for SmolLM2-135M.
-ROW_TRUST = 0.6
-PAIR_TRUST = 0.8
-SEEDED = 0.3
-TEXT_TRUST = (0.35, 0.5, 0.6)
+# Prior acceptance: per share in a token's and in a pair's row; of an entry seeded by a prompt; of a successor
+# in text by the length of its context, from 2 on; per that if the row lacks it. From runs of SmolLM2-135M.
+ROW_TRUST = 0.5
+PAIR_TRUST = 0.65
+SEEDED = 0.25
+TEXT_TRUST = (0.3, 0.45, 0.6)
+ABSENT_TRUST = 0.5
 
 
 class TokenRecyclingOptions(MethodOptions):
@@ -71,13 +72,13 @@ class TokenRecyclingOptions(MethodOptions):
         default=8,
         ge=1,
         le=32,
-        description="successors kept for each token and pair (memory: (vocabulary + 65536) * width * 5 bytes)",
+        description="successors kept per token and pair (memory: width * (vocabulary + 65536) * 5 bytes)",
     )
     context_tokens: int = Field(
         default=4,
         ge=1,
         le=4,
-        description="longest context looked up; 1: the paper's matrix alone, 2 and more: also pairs and past text",
+        description="longest context looked up: 1: the paper's matrix alone; more: also pairs and past text",
     )
     tree: Literal["dynamic", "static"] = Field(
         default="dynamic",
@@ -126,8 +127,8 @@ class TokenRecycling(Proposer):
             self._template = token_recycling_template.positions(matrix_width)
         prior = self._prior()
         # [context_tokens, classes, depths]
-        self.trials = np.full((*prior.shape, NUM_DEPTHS), PRIOR_TRIALS)
-        self.hits = self.trials * prior[:, :, None]
+        self.trials: Float64 = np.full((*prior.shape, NUM_DEPTHS), PRIOR_TRIALS)
+        self.hits: Float64 = self.trials * prior[:, :, None]
         self._requests: dict[str, _Request] = {}
 
     @classmethod
@@ -137,18 +138,18 @@ class TokenRecycling(Proposer):
 
     @property
     def memory_bytes(self) -> int:
-        """``(vocab_size + 2**16) * matrix_width * 5 + 2**16 * 8 + 2**18 * 12``, without the 2's for one context token."""
+        """``5 * vocab_size * width``; for longer contexts ``2**16 * (5 * width + 8) + 2**18 * 12`` more."""
         return sum(table.nbytes for table in self.tables) + self.hits.nbytes + self.trials.nbytes
 
-    def _prior(self) -> Float32:
+    def _prior(self) -> Float64:
         """``[context_tokens, classes]`` chance of acceptance before anything was counted."""
         share = np.sqrt(np.array([0.001, *SHARES]) * np.array([*SHARES, 1.0]))  # a class's middle
-        of_row = np.array([SEEDED, *(share * ROW_TRUST), *(share * PAIR_TRUST)])
+        of_row = np.array([SEEDED, *(share * ROW_TRUST), *(share * PAIR_TRUST), 0.0, 0.0])
         levels = [of_row]
         for trust in TEXT_TRUST[: self._longest - 1]:
-            levels.append(1 - (1 - of_row) * (1 - trust))
-            levels[-1][0] = trust * ROW_TRUST  # the target's own row does not hold it
-        return np.stack(levels).astype(np.float32)
+            levels.append(1 - (1 - of_row) * (1 - trust))  # as if independent
+            levels[-1][[0, -2, -1]] = trust, trust * ABSENT_TRUST, trust * ABSENT_TRUST
+        return np.stack(levels)
 
     @property
     def estimates(self) -> Float32:
@@ -169,32 +170,35 @@ class TokenRecycling(Proposer):
 
     def _record_text(self, state: _Request, tokens: Int32) -> None:
         if self._longest > 1:
-            record_text(self.tables, tokens, state.num_recorded, self._longest)
+            record_text(
+                self.tables, np.ascontiguousarray(tokens, np.int32), state.num_recorded, self._longest
+            )
         state.num_recorded = max(len(tokens), 1)
 
     def observe(self, rows: VerifiedRows) -> None:
         """Judge the trees of the last `propose`, and overwrite the rows of every verified token."""
         root_previous = np.full(len(rows.request_ids), EMPTY, np.int32)
-        estimates = self.hits.reshape(-1, NUM_DEPTHS), self.trials.reshape(-1, NUM_DEPTHS)
+        hits, trials = self.hits.reshape(-1, NUM_DEPTHS), self.trials.reshape(-1, NUM_DEPTHS)  # by group
         for i, (request_id, emitted) in enumerate(zip(rows.request_ids, rows.emitted, strict=True)):
             state = self._requests.get(request_id)
             if state is None:
                 continue
             if emitted and state.drafted is not None:
-                judge_tree(*state.drafted, np.array(emitted, np.int32), *estimates, FADE)
+                judge_tree(*state.drafted, np.array(emitted, np.int32), hits, trials, FADE)
                 state.drafted = None
             start = rows.row_start[i]
             if start < rows.row_start[i + 1] and rows.tokens[start] == state.root:
                 root_previous[i] = state.previous
+        # Of exactly these types, or numba would compile once more, in the middle of a step.
         record_rows(
             self.tables,
-            rows.row_start,
-            rows.tokens,
-            rows.parents,
-            rows.accepted,
+            np.ascontiguousarray(rows.row_start, np.int32),
+            np.ascontiguousarray(rows.tokens, np.int32),
+            np.ascontiguousarray(rows.parents, np.int32),
+            np.ascontiguousarray(rows.accepted, np.bool_),
             root_previous,
-            rows.top_ids,
-            rows.top_logits,
+            np.ascontiguousarray(rows.top_ids, np.int32),
+            np.ascontiguousarray(rows.top_logits, np.float32),
             SHARES,
         )
 

@@ -42,7 +42,9 @@ def set_budget(worker: Any, fixed_nodes: int | None) -> None:
 
 def main() -> None:
     """Run and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", required=True)
     parser.add_argument("--prompts", type=Path, required=True, help="JSON lines with turns or prompt")
     parser.add_argument("--batch-sizes", default="1,2,4,8,16,32")
@@ -104,7 +106,10 @@ def main() -> None:
                 after = trees.collective_rpc("vllm_ext_counters")[0]
                 new = {name: after[name] - before[name] for name in after}
                 nodes[kind].append(new["spec_draft_tokens"] / new["spec_steps"])
-        row: dict[str, Any] = {"batch_size": batch_size, "plain_tokens_per_s": statistics.median(rates["plain"])}
+        row: dict[str, Any] = {
+            "batch_size": batch_size,
+            "plain_tokens_per_s": statistics.median(rates["plain"]),
+        }
         for kind in kinds[1:]:
             ratios = [rate / base for rate, base in zip(rates[kind], rates["plain"], strict=True)]
             name = "goodput" if kind is None else f"fixed {kind}"
@@ -118,7 +123,9 @@ def main() -> None:
         row["best_fixed"] = best[1]
         row["goodput_over_best_fixed"] = row["goodput"]["speedup"] / best[0]
         table.append(row)
-        cells = ", ".join(f"{name} {value['speedup']:.2f}" for name, value in row.items() if isinstance(value, dict))
+        cells = ", ".join(
+            f"{name} {value['speedup']:.2f}" for name, value in row.items() if isinstance(value, dict)
+        )
         print(
             f"batch {batch_size}: plain {row['plain_tokens_per_s']:.1f} tok/s; {cells}; goodput "
             f"{row['goodput']['nodes_per_step']:.1f} nodes a step, {row['goodput_over_best_fixed']:.2f} of {best[1]}",
@@ -126,9 +133,17 @@ def main() -> None:
         )
     if arguments.json:
         machine = {"platform": platform.platform(), "cpus": os.cpu_count()}
-        arguments.json.write_text(json.dumps({"options": vars(arguments) | {
-            "prompts": arguments.prompts.name, "json": None, "model": Path(arguments.model).name
-        }, "machine": machine, "rows": table}, indent=1))
+        arguments.json.write_text(
+            json.dumps(
+                {
+                    "options": vars(arguments)
+                    | {"prompts": arguments.prompts.name, "json": None, "model": Path(arguments.model).name},
+                    "machine": machine,
+                    "rows": table,
+                },
+                indent=1,
+            )
+        )
 
 
 if __name__ == "__main__":

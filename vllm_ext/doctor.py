@@ -36,6 +36,7 @@ def checks() -> Iterator[Check]:
         return
     yield from _vllm()
     yield from _kernels()
+    yield from _trees()
     yield from _runtime()
     yield from _model_cache()
 
@@ -129,6 +130,38 @@ def _kernels() -> Iterator[Check]:
         return
     ok = got == [[1, 2]]
     yield Check("ok" if ok else "fail", "kernel top_k", f"{device}: {'works' if ok else got}")
+
+
+def _trees() -> Iterator[Check]:
+    import torch
+    from vllm.platforms import current_platform
+
+    chains = "methods draft chains, with the same output"
+    if current_platform.is_cpu():
+        from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+
+        for dtype in (torch.bfloat16, torch.float32):
+            layout = _get_attn_isa(dtype, 128, 64)
+            yield Check(
+                "ok" if layout == "vec" else "warn",
+                "trees",
+                f"{str(dtype).removeprefix('torch.')}: KV cache layout {layout!r}"
+                + ("" if layout == "vec" else f" is not read by our kernel; {chains}"),
+                "" if layout == "vec" else "another --dtype may have the layout 'vec'",
+            )
+    else:
+        yield Check(
+            "warn",
+            "trees",
+            f"with --attention-backend TRITON_ATTN only; with another {chains}",
+            "never run on a GPU yet: please report what you see",
+        )
+    yield Check(
+        "ok",
+        "trees",
+        f"not with sliding windows, ALiBi, soft-cap, sinks, quantised KV cache, MLA, M-RoPE or decode context "
+        f"parallelism: {chains}, and the log says why",
+    )
 
 
 def _runtime() -> Iterator[Check]:

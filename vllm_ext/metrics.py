@@ -71,9 +71,7 @@ class CounterFile:
             os.ftruncate(descriptor, offset + 8 * len(GAUGES))
             atexit.register(path.unlink, missing_ok=True)
         self._cells = np.memmap(self._file, dtype=np.int64, mode="r+", shape=shape)
-        self._gauges = np.memmap(
-            self._file, dtype=np.float64, mode="r+", offset=offset, shape=(len(GAUGES),)
-        )
+        self._gauges = np.memmap(self._file, dtype=np.float64, mode="r+", offset=offset, shape=(len(GAUGES),))
 
     def add(self, amounts: Mapping[str, int]) -> None:
         """Worker side: count. Keys are names of `COUNTERS`."""

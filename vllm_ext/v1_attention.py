@@ -10,12 +10,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from vllm.platforms import current_platform
 from vllm.v1.attention.backend import AttentionType
-from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, CPUAttentionBackendImpl
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-from vllm_ext.kernels.tree_attention import tree_attention, vec_layout
+from vllm_ext.kernels.tree_attention import tree_attention
 
 # The attribute of vLLM's attention metadata that carries ours.
 TREES = "vllm_ext_trees"
@@ -38,6 +36,7 @@ class TreeAttention:
     """Mixin in front of a stock attention implementation."""
 
     scale: float
+    attn_type: str
 
     @staticmethod
     def kv_views(kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -87,50 +86,34 @@ class TreeAttention:
         return output
 
 
-class TreeCPUAttentionImpl(TreeAttention, CPUAttentionBackendImpl):  # type: ignore[misc]
-    """vLLM's CPU attention, and trees."""
-
-    @staticmethod
-    def kv_views(kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `TreeAttention.kv_views`."""
-        return vec_layout(kv_cache)
-
-
-class TreeCPUAttentionBackend(CPUAttentionBackend):  # type: ignore[misc]
-    """vLLM's CPU backend with the implementation above."""
-
-    @staticmethod
-    def get_impl_cls() -> type[Any]:
-        """See vLLM's ``AttentionBackend``."""
-        return TreeCPUAttentionImpl
-
-
 def register() -> None:
-    """Put our backend in the place of the platform's. In the worker, before the model is built.
+    """Put our backends in the place of vLLM's. In the worker, before the model is built.
 
-    On the CPU vLLM ignores an explicit CUSTOM backend, so CPU_ATTN itself is overridden.
+    By name: the one of another platform may not import. On the CPU vLLM ignores an explicit CUSTOM backend, so
+    CPU_ATTN itself is overridden; on CUDA the user's choice stands, and TRITON_ATTN is the one with trees.
     """
-    if current_platform.is_cpu():
-        register_backend(
-            AttentionBackendEnum.CPU_ATTN,
-            f"{TreeCPUAttentionBackend.__module__}.{TreeCPUAttentionBackend.__qualname__}",
-        )
+    register_backend(AttentionBackendEnum.CPU_ATTN, "vllm_ext.v1_attention_cpu.TreeCPUAttentionBackend")
+    register_backend(
+        AttentionBackendEnum.TRITON_ATTN, "vllm_ext.v1_attention_triton.TreeTritonAttentionBackend"
+    )
 
 
 def warm_up(layer: Any) -> None:
     """Compile the kernel for a layer's cache: one row over an empty context. Writes nothing into the cache."""
     impl, kv_cache = layer.impl, layer.kv_cache
-    int32 = {"dtype": torch.int32, "device": kv_cache.device}
     query = torch.zeros((1, impl.num_heads, impl.head_size), dtype=kv_cache.dtype, device=kv_cache.device)
+    key_cache, value_cache = impl.kv_views(kv_cache)
+    zero = torch.zeros(1, dtype=torch.int32, device=kv_cache.device)
     tree_attention(
         query,
-        *impl.kv_views(kv_cache),
+        key_cache,
+        value_cache,
         torch.empty_like(query),
-        block_table=torch.zeros((1, 1), **int32),
-        first_row=torch.zeros(1, **int32),
-        num_rows=torch.ones(1, **int32),
-        context_len=torch.zeros(1, **int32),
-        parents=torch.full((1,), -1, **int32),
+        block_table=zero[None],
+        first_row=zero,
+        num_rows=zero + 1,
+        context_len=zero,
+        parents=zero - 1,
         scale=impl.scale,
     )
 
@@ -139,7 +122,7 @@ def layer_problem(layer: Any) -> str | None:
     """Why a layer cannot attend over trees, or None."""
     impl = getattr(layer, "impl", None)
     if not isinstance(impl, TreeAttention):
-        return f"{type(impl or layer).__name__} has no tree attention"
+        return f"{type(impl or layer).__name__} has no tree attention (on CUDA, --attention-backend TRITON_ATTN has)"
     features: dict[str, Any] = {
         "sliding window": getattr(impl, "sliding_window", None) not in (None, -1, (-1, -1)),
         "ALiBi": getattr(impl, "alibi_slopes", None) is not None,

@@ -16,8 +16,9 @@ from vllm.logger import init_logger
 
 from vllm_ext import config, metrics
 from vllm_ext.kernels.top_k import top_k_ids
+from vllm_ext.proposers.base import Request, Sampling, VerifiedRows
 from vllm_ext.proposers.budget import GoodputBudget
-from vllm_ext.proposers.base import DraftTree, Float32, Int32, Request, Sampling, VerifiedRows
+from vllm_ext.proposers.tree import DraftTree, Float32, Int32
 from vllm_ext.v1_trees import StepTrees
 
 logger = init_logger("vllm.vllm_ext")
@@ -181,9 +182,8 @@ class Drafter:
         self._step_ended = now
         query_tokens = int(runner.query_start_loc.np[len(trees.query_row)])
         if self.budget is not None and query_tokens == trees.row_start[-1]:  # no prompt in it
-            self.budget.cost.record(
-                cycle if cycle < 2 * busy else busy, query_tokens, len(trees.query_row), int(trees.context.sum())
-            )
+            seconds = cycle if cycle < 2 * busy else busy
+            self.budget.cost.record(seconds, query_tokens, len(trees.query_row), int(trees.context.sum()))
 
     def finish(self, request_id: str) -> None:
         """A request is gone."""

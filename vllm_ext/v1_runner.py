@@ -23,7 +23,7 @@ from vllm.utils.torch_utils import PIN_MEMORY
 from vllm.v1.sample.logits_processor import BUILTIN_LOGITS_PROCESSORS, LogitsProcessors
 
 from vllm_ext import v1_attention
-from vllm_ext.proposers.base import Int32
+from vllm_ext.proposers.tree import Int32
 from vllm_ext.v1_drafter import Drafter
 from vllm_ext.v1_sampler import TreeSampler
 from vllm_ext.v1_trees import StepTrees
@@ -78,10 +78,7 @@ class SpeculativeRunner:
         runner: Any = self
         context = runner.compilation_config.static_forward_context
         return [
-            context[name]
-            for groups in runner.attn_groups
-            for group in groups
-            for name in group.layer_names
+            context[name] for groups in runner.attn_groups for group in groups for name in group.layer_names
         ]
 
     def calibrate(self) -> None:

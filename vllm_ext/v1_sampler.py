@@ -148,8 +148,7 @@ class _Rounds:
             )
         update = BatchUpdate(batch_size=len(requests), removed=[], added=added, moved=[])
         fresh = [
-            type(processor)(runner.vllm_config, runner.device, PIN_MEMORY)
-            for processor in processors.all
+            type(processor)(runner.vllm_config, runner.device, PIN_MEMORY) for processor in processors.all
         ]
         for processor in fresh:
             processor.update_state(update)

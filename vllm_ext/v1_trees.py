@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from vllm_ext.proposers.base import DraftTree, Int32
+from vllm_ext.proposers.tree import DraftTree, Int32
 
 
 @dataclass(slots=True)

@@ -40,6 +40,10 @@ BUSHY = [-1, 0, 0, 1, 1, 2, 3, 6, 0]
 ROOT = [-1]
 
 
+def int32(values: list[int]) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
 def random_tree(rng: np.random.Generator, num_rows: int) -> list[int]:
     return [-1, *(int(rng.integers(row)) for row in range(1, num_rows))]
 
@@ -101,7 +105,6 @@ def make(
                 scores = keys[index, kv_head].double() @ query[first_row[request] + row, head].double()
                 shares = (scores / head_size**0.5).softmax(0)
                 expected[first_row[request] + row, head] = shares @ values[index, kv_head].double()
-    int32 = {"dtype": torch.int32}
     return Case(
         {
             "query": query,
@@ -109,10 +112,10 @@ def make(
             "value_cache": value_cache,
             "output": torch.full_like(query, torch.nan),
             "block_table": table,
-            "first_row": torch.tensor(first_row, **int32),
-            "num_rows": torch.tensor([len(tree) for tree in trees], **int32),
-            "context_len": torch.tensor(contexts, **int32),
-            "parents": torch.tensor([parent for tree in trees for parent in tree], **int32),
+            "first_row": int32(first_row),
+            "num_rows": int32([len(tree) for tree in trees]),
+            "context_len": int32(contexts),
+            "parents": int32([parent for tree in trees for parent in tree]),
             "scale": head_size**-0.5,
         },
         expected,
@@ -142,7 +145,7 @@ def error(case: Case, backend: Backend) -> float:
     ids=str,
 )
 def test_a_batch_of_different_trees(backend: Backend, dtype: torch.dtype, options: dict[str, int]) -> None:
-    case = make([BUSHY, CHAIN, ROOT, STAR], [60, 0, 33, 100], dtype=dtype, **options)  # type: ignore[arg-type]
+    case = make([BUSHY, CHAIN, ROOT, STAR], [60, 0, 33, 100], dtype=dtype, **options)
     assert error(case, backend) < TOLERANCE[dtype]
 
 
@@ -224,8 +227,7 @@ class TestInTheParentProcess:
                 key_cache, value_cache = vec_layout(cache)
                 assert torch.equal(key_cache[5, :, 3], keys[3])
                 assert torch.equal(value_cache[5, :, 3], values[3])
-                int32 = {"dtype": torch.int32}
-                start, seen = torch.tensor([0, rows], **int32), torch.tensor([length], **int32)
+                start, seen = int32([0, rows]), int32([length])
                 stock, ours = torch.empty_like(query), torch.empty_like(query)
                 plan = ops.cpu_attn_get_scheduler_metadata(
                     num_reqs=1, num_heads=heads, num_kv_heads=kv_heads, head_dim=size, seq_lens=seen, dtype=dtype,
@@ -240,9 +242,9 @@ class TestInTheParentProcess:
                 )  # fmt: skip
                 tree_attention(
                     query, key_cache, value_cache, ours, block_table=table, scale=0.125,
-                    first_row=torch.tensor([0], **int32), num_rows=torch.tensor([rows], **int32),
-                    context_len=torch.tensor([context], **int32),
-                    parents=torch.arange(-1, rows - 1, **int32),
+                    first_row=int32([0]), num_rows=int32([rows]),
+                    context_len=int32([context]),
+                    parents=int32(list(range(-1, rows - 1))),
                 )  # fmt: skip
                 assert (stock.float() - ours.float()).abs().max() < TOLERANCE[dtype]
 

@@ -1,0 +1,30 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's CPU attention backend, and trees."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, CPUAttentionBackendImpl
+
+from vllm_ext.kernels.tree_attention import vec_layout
+from vllm_ext.v1_attention import TreeAttention
+
+
+class TreeCPUAttentionImpl(TreeAttention, CPUAttentionBackendImpl):  # type: ignore[misc]
+    """The stock kernel for all rows but a tree's."""
+
+    @staticmethod
+    def kv_views(kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `TreeAttention.kv_views`."""
+        return vec_layout(kv_cache)
+
+
+class TreeCPUAttentionBackend(CPUAttentionBackend):  # type: ignore[misc]
+    """vLLM's backend with the implementation above."""
+
+    @staticmethod
+    def get_impl_cls() -> type[Any]:
+        """See vLLM's ``AttentionBackend``."""
+        return TreeCPUAttentionImpl

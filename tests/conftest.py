@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +17,9 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+os.environ.setdefault(
+    "VLLM_ALLOW_INSECURE_SERIALIZATION", "1"
+)  # a mutation is sent to a worker as a function
 
 ENGINE_OPTIONS: dict[str, Any] = {
     "dtype": "float32",
@@ -31,6 +36,41 @@ def model_dir() -> str:
     from vllm_ext import demo_model
 
     return str(demo_model.ensure_model())
+
+
+@pytest.fixture(scope="session")
+def slice_dir(model_dir: str, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Two layers of the model and 8 of its 9 heads: fast to compile, and what two workers can share."""
+    from safetensors.torch import load_file, save_file
+
+    source, target = Path(model_dir), tmp_path_factory.mktemp("slice")
+    heads, kv_heads, layers = 8, 2, 2
+    config = json.loads((source / "config.json").read_text())
+    head = config["hidden_size"] // config["num_attention_heads"]
+    config |= {
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": head,
+    }
+    weights = {}
+    for name, value in load_file(source / "model.safetensors").items():
+        parts = name.split(".")
+        if parts[1] == "layers" and int(parts[2]) >= layers:
+            continue
+        if "q_proj" in name:
+            value = value[: heads * head]
+        elif "k_proj" in name or "v_proj" in name:
+            value = value[: kv_heads * head]
+        elif "o_proj" in name:
+            value = value[:, : heads * head]
+        weights[name] = value.contiguous()
+    for file in source.iterdir():
+        if file.suffix in (".json", ".txt", ".jinja") and "index" not in file.name:
+            (target / file.name).write_bytes(file.read_bytes())
+    (target / "config.json").write_text(json.dumps(config))
+    save_file(weights, target / "model.safetensors", metadata={"format": "pt"})
+    return str(target)
 
 
 @pytest.fixture(scope="session")

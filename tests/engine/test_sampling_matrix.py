@@ -35,7 +35,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "frequency_penalty": {**GREEDY, "frequency_penalty": 0.7},
     "presence_penalty-seeded": {**SEEDED, "presence_penalty": 0.7, "frequency_penalty": 0.3},
     "bad_words": {**GREEDY, "bad_words": [" the", " of the", " and a"]},
-    "min_tokens": {**GREEDY, "min_tokens": 25, "stop_token_ids": [28, 30, 198]},
+    "min_tokens": {**GREEDY, "min_tokens": 20, "stop_token_ids": [28, 30, 198]},
     "allowed_token_ids": {**GREEDY, "allowed_token_ids": [*range(0, 20000, 2), 1, 28, 30]},
     "logprobs": {**GREEDY, "logprobs": 3},
     "logprobs-seeded": {**SEEDED, "logprobs": 2, "top_k": 20},
@@ -84,11 +84,11 @@ def compare(expected: Sequence[Any], actual: Sequence[Any]) -> None:
 @pytest.mark.parametrize("name", OPTIONS)
 def test_option(plain_llm: Any, recycling_llm: Any, name: str) -> None:
     prompts = own_prompts()[:4]
-    expected = chat(plain_llm, prompts, 4, [OPTIONS[name]])
-    compare(expected, chat(recycling_llm, prompts, 4, [OPTIONS[name]]))
+    expected = chat(plain_llm, prompts, 4, [OPTIONS[name]], 24)
+    compare(expected, chat(recycling_llm, prompts, 4, [OPTIONS[name]], 24))
     # One request alone, in steps of another shape.
     per_prompt = OPTIONS[name].get("n", 1)
-    compare(expected[:per_prompt], chat(recycling_llm, prompts[:1], 1, [OPTIONS[name]]))
+    compare(expected[:per_prompt], chat(recycling_llm, prompts[:1], 1, [OPTIONS[name]], 24))
 
 
 def test_all_options_in_one_batch(plain_llm: Any, recycling_llm: Any) -> None:

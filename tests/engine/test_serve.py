@@ -84,9 +84,10 @@ def test_counters_on_the_metrics_page(server: demo.Server) -> None:
 
 def test_method_and_options_are_logged_once(server: demo.Server) -> None:
     log = server.log.read_text()
-    line = "speculative method token_recycling (num_speculative_tokens=4, matrix_width=8)"
+    line = "speculative method token_recycling (num_speculative_tokens=4, budget='goodput', matrix_width=8, "
     assert log.count(line) == 1
-    assert "holds 1.57 MB" in log  # 49152 * 8 * 4 bytes
+    assert "holds 8.2" in log  # MB
+    assert "milliseconds of a forward pass by query tokens: 1: " in log
 
 
 @pytest.mark.parametrize("prompt_tokens", [1, 2046, 2047])

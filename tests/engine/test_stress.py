@@ -18,7 +18,7 @@ BLOCK_TOKENS = 128  # vLLM's on the CPU
 
 @pytest.fixture(scope="module")
 def small_llm(model_dir: str) -> Iterator[Any]:
-    """Sixteen requests share nineteen blocks; a step has at most 192 tokens."""
+    """Sixteen requests share seventeen blocks; a step has at most 192 tokens."""
     from vllm import LLM
 
     llm = LLM(
@@ -27,7 +27,7 @@ def small_llm(model_dir: str) -> Iterator[Any]:
         **{
             **ENGINE_OPTIONS,
             "max_num_seqs": 16,
-            "num_gpu_blocks_override": 19,
+            "num_gpu_blocks_override": 17,
             "max_num_batched_tokens": 192,
         },
     )
@@ -61,7 +61,7 @@ def preemptions(llm: Any) -> int:
 def test_preemption_chunked_prefill_joining_and_leaving(plain_llm: Any, small_llm: Any) -> None:
     inputs = prompts(plain_llm, 16)
     # Different lengths, so that requests leave and waiting ones join all the time.
-    params = [SamplingParams(temperature=0, max_tokens=60 + 17 * (i % 7), ignore_eos=True) for i in range(16)]
+    params = [SamplingParams(temperature=0, max_tokens=40 + 15 * (i % 7), ignore_eos=True) for i in range(16)]
     before = preemptions(small_llm)
     assert_same_outputs(generate(plain_llm, inputs, params), generate(small_llm, inputs, params))
     assert preemptions(small_llm) > before
@@ -77,7 +77,7 @@ def test_penalties_survive_preemption(plain_llm: Any, small_llm: Any) -> None:
     """
     inputs = prompts(plain_llm, 12)
     params = [
-        SamplingParams(temperature=0, max_tokens=90 + i, ignore_eos=True, repetition_penalty=1.1, logprobs=1)
+        SamplingParams(temperature=0, max_tokens=70 + i, ignore_eos=True, repetition_penalty=1.1, logprobs=1)
         for i in range(12)
     ]
     small_llm.reset_prefix_cache()

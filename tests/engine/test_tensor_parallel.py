@@ -15,8 +15,6 @@ from helpers import assert_same_outputs, own_prompts
 
 pytestmark = pytest.mark.engine
 
-HEADS, KV_HEADS, LAYERS = 8, 2, 2  # the model's 9 and 3 cannot be halved
-
 SCRIPT = """
 import json, sys
 from vllm import LLM, SamplingParams
@@ -34,40 +32,6 @@ if __name__ == "__main__":
     counters = llm.collective_rpc("vllm_ext_counters") if method else []
     print("RESULT" + json.dumps([result, counters]))
 """
-
-
-@pytest.fixture(scope="module")
-def slice_dir(model_dir: str, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The first two layers of the model, with as many of its heads as two workers can share."""
-    from safetensors.torch import load_file, save_file
-
-    source, target = Path(model_dir), tmp_path_factory.mktemp("slice")
-    config = json.loads((source / "config.json").read_text())
-    head = config["hidden_size"] // config["num_attention_heads"]
-    config |= {
-        "num_hidden_layers": LAYERS,
-        "num_attention_heads": HEADS,
-        "num_key_value_heads": KV_HEADS,
-        "head_dim": head,
-    }
-    weights = {}
-    for name, value in load_file(source / "model.safetensors").items():
-        parts = name.split(".")
-        if parts[1] == "layers" and int(parts[2]) >= LAYERS:
-            continue
-        if "q_proj" in name:
-            value = value[: HEADS * head]
-        elif "k_proj" in name or "v_proj" in name:
-            value = value[: KV_HEADS * head]
-        elif "o_proj" in name:
-            value = value[:, : HEADS * head]
-        weights[name] = value.contiguous()
-    for file in source.iterdir():
-        if file.suffix in (".json", ".txt", ".jinja") and "index" not in file.name:
-            (target / file.name).write_bytes(file.read_bytes())
-    (target / "config.json").write_text(json.dumps(config))
-    save_file(weights, target / "model.safetensors", metadata={"format": "pt"})
-    return str(target)
 
 
 def run(model_dir: str, method: dict[str, object] | None, log: Path) -> tuple[list[list[int]], list[Any]]:

@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""On two layers of the model, which compile and sample fast: torch.compile, and sampling without seeds.
+
+Compiled code reuses buffers and has other kernels; trees must be as lossless with it as in eager mode.
+
+Sampling without seeds is compared with plain vLLM's own samples by chi-squared. The bound: under the null hypothesis
+the test fails once in 10,000 runs. Its power is shown by a mutation, a walk that takes a drafted token half of the
+time none was drawn, which must be found at one in a million.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import ENGINE_OPTIONS
+from helpers import assert_same_outputs, own_prompts
+from scipy.stats import chi2, chi2_contingency
+from vllm import SamplingParams
+
+pytestmark = pytest.mark.engine
+
+
+METHOD = {"method": "token_recycling", "num_speculative_tokens": 12, "budget": "fixed"}
+
+
+@pytest.fixture(scope="module")
+def llms(slice_dir: str) -> Iterator[tuple[Any, Any]]:
+    """Plain in eager mode, trees compiled."""
+    from vllm import LLM
+
+    engines = (
+        LLM(slice_dir, **ENGINE_OPTIONS),
+        LLM(slice_dir, speculative_config=METHOD, **{**ENGINE_OPTIONS, "enforce_eager": False}),
+    )
+    yield engines
+    for llm in engines:
+        llm.llm_engine.engine_core.shutdown()
+
+
+@pytest.mark.parametrize("batch_size", [1, 4])
+def test_compiled_engine_is_lossless(llms: tuple[Any, Any], batch_size: int) -> None:
+    params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
+    results = []
+    for llm in llms:
+        answers = []
+        for start in range(0, 4, batch_size):
+            messages = [
+                [{"role": "user", "content": text}] for text in own_prompts()[start : start + batch_size]
+            ]
+            answers += [list(o.outputs[0].token_ids) for o in llm.chat(messages, params, use_tqdm=False)]
+        results.append(answers)
+    assert_same_outputs(*results)
+    (totals,) = llms[1].collective_rpc("vllm_ext_counters")
+    assert totals["spec_accepted_tokens"] > 50
+
+
+SAMPLES = 300
+PROMPTS = 2
+
+
+def sample(llm: Any, count: int) -> list[Counter[tuple[int, int]]]:
+    """For each prompt how often each token came second and third, as (position, token)."""
+    params = SamplingParams(temperature=1.1, top_k=4, n=count, max_tokens=3, ignore_eos=True)
+    messages = [[{"role": "user", "content": text}] for text in own_prompts()[:PROMPTS]]
+    result = []
+    for output in llm.chat(messages, params, use_tqdm=False):
+        counts: Counter[tuple[int, int]] = Counter()
+        for completion in output.outputs:
+            tokens = completion.token_ids
+            counts.update((position, tokens[position]) for position in (1, 2))
+        result.append(counts)
+    return result
+
+
+def p_value(left: Counter[tuple[int, int]], right: Counter[tuple[int, int]]) -> float:
+    """Two-sample chi-squared over both positions; cells expected to hold fewer than five are taken together."""
+    statistic, freedom = 0.0, 0
+    for position in (1, 2):
+        cells = sorted({cell for cell in left | right if cell[0] == position})
+        table = np.array([[left[cell] for cell in cells], [right[cell] for cell in cells]])
+        rare = table.sum(axis=0) < 10
+        table = np.column_stack([table[:, ~rare], table[:, rare].sum(axis=1)])
+        table = table[:, table.sum(axis=0) > 0]
+        if table.shape[1] > 1:
+            found = chi2_contingency(table, correction=False)
+            statistic, freedom = statistic + found.statistic, freedom + found.dof
+    return float(chi2.sf(statistic, freedom))
+
+
+def prefer_drafts(worker: Any) -> None:
+    """The mutation: a drawn token that is no child is replaced by the first child every other time."""
+    from vllm_ext import v1_sampler
+
+    module: Any = v1_sampler
+    worker.honest_walk = honest = module.walk
+    turn = [0]
+
+    def walk(row_start: Any, tokens: Any, parents: Any, draw: Any) -> Any:
+        def biased(
+            requests: Sequence[int], rows: Sequence[int], emitted: Sequence[Sequence[int]]
+        ) -> list[int]:
+            drawn = list(draw(requests, rows, emitted))
+            for i, (request, row) in enumerate(zip(requests, rows, strict=True)):
+                start, end = row_start[request], row_start[request + 1]
+                children = tokens[start:end][parents[start:end] == row]
+                turn[0] += 1
+                if len(children) and drawn[i] not in children and turn[0] % 2:
+                    drawn[i] = int(children[0])
+            return drawn
+
+        return honest(row_start, tokens, parents, biased)
+
+    module.walk = walk
+
+
+def be_honest(worker: Any) -> None:
+    from vllm_ext import v1_sampler
+
+    module: Any = v1_sampler
+    module.walk = worker.honest_walk
+
+
+def test_sampled_tokens_have_plains_distribution(llms: tuple[Any, Any]) -> None:
+    plain, trees = llms
+    expected = sample(plain, SAMPLES)
+    actual = sample(trees, SAMPLES)
+    assert min(p_value(a, b) for a, b in zip(expected, actual, strict=True)) > 1e-4 / PROMPTS
+    trees.collective_rpc(prefer_drafts)
+    try:
+        biased = sample(trees, SAMPLES)
+    finally:
+        trees.collective_rpc(be_honest)
+    assert min(p_value(a, b) for a, b in zip(expected, biased, strict=True)) < 1e-6

@@ -52,6 +52,7 @@ def tree_attention(
             not looked at: this runs once a layer.
     """
     _validate(query, key_cache, value_cache, output, backend)
+    _validate_integers(query, block_table, first_row, num_rows, context_len, parents)
     if backend == "auto":
         backend = {"cpu": "numba", "cuda": "triton"}.get(query.device.type, "torch")  # type: ignore[assignment]
     arguments = (
@@ -146,3 +147,49 @@ def _validate(
             f"backend='triton' takes CUDA tensors, query.device={query.device}; use backend='auto', or set "
             "TRITON_INTERPRET=1 before triton is imported"
         )
+
+
+def _validate_integers(
+    query: torch.Tensor,
+    block_table: torch.Tensor,
+    first_row: torch.Tensor,
+    num_rows: torch.Tensor,
+    context_len: torch.Tensor,
+    parents: torch.Tensor,
+) -> None:
+    # One test for the good case; which argument is bad is looked for afterwards.
+    int32, device = torch.int32, query.device
+    if (
+        block_table.dtype == first_row.dtype == num_rows.dtype == context_len.dtype == parents.dtype == int32
+        and block_table.device == first_row.device == num_rows.device == context_len.device == device
+        and parents.device == device
+        and block_table.dim() == 2
+        and parents.dim() == 1
+        and first_row.shape == num_rows.shape == context_len.shape == block_table.shape[:1]
+        and (block_table.shape[1] == 1 or block_table.stride(1) == 1)
+        and first_row.is_contiguous()
+        and num_rows.is_contiguous()
+        and context_len.is_contiguous()
+        and parents.is_contiguous()
+    ):
+        return
+    requests = block_table.shape[0]
+    named = {"first_row": first_row, "num_rows": num_rows, "context_len": context_len, "parents": parents}
+    for name, tensor in {"block_table": block_table, **named}.items():
+        if tensor.dtype != int32 or tensor.device != device:
+            raise ValueError(
+                f"{name}: {tensor.dtype} on {tensor.device} must be torch.int32 on query's device {device}; "
+                f"pass {name}.to(query.device, torch.int32)"
+            )
+    if block_table.dim() != 2 or block_table.stride(1) != 1:
+        raise ValueError(
+            f"block_table: shape {tuple(block_table.shape)}, strides {block_table.stride()} must be "
+            "[num_requests, max_blocks] with the last dimension contiguous; pass block_table.contiguous()"
+        )
+    for name, tensor in named.items():
+        shape = "[sum(num_rows)]" if name == "parents" else f"[num_requests={requests}]"
+        if tensor.dim() != 1 or not tensor.is_contiguous() or (name != "parents" and len(tensor) != requests):
+            raise ValueError(
+                f"{name}: shape {tuple(tensor.shape)}, strides {tensor.stride()} must be {shape}, "
+                f"contiguous; num_requests is block_table's; pass {name}[:num_requests].contiguous()"
+            )

@@ -1,27 +1,51 @@
 # SPDX-License-Identifier: Apache-2.0
 """`tree_attention` on the CPU, over vLLM's "vec" cache layout.
 
-Per request and KV head the keys and values are read once, block by block, for all rows and all query heads of
-the group: widened to float32, two small matrix products around an online softmax. In the blocks that hold the
-request's own rows, what a row does not see is masked. The products keep a tile of sums in vector registers.
+A task is a request, a KV head and up to WIDE_ROWS rows of (tree row, query head of the group). It reads the
+blocks once: scores by a register-tiled matrix product straight from the cached keys, which lie transposed; a
+mask over the tree's columns; an online softmax; a second product with the cached values. 16-bit values are
+widened in registers on their way in.
+
+Threads are those of torch's OpenMP, entered through GOMP_parallel: numba's own would inherit the one core
+that vLLM binds its main thread to, and would share the cores with OpenMP threads that spin between torch's
+operators.
 """
 
+import ctypes
 import functools
-import math
 from typing import Any
 
+import llvmlite.binding
 import numba
 import numpy as np
 import torch
-from numba.extending import intrinsic
+from numba import types
 
-# What vector sums and maxima need; infinities stay what they are.
-FAST = {"contract", "reassoc", "nsz", "arcp", "nnan"}
-# Sums of a tile: 12 of AVX-512's 32 registers, 24 of AVX2's 16 (which spills, and is still ahead).
-TILE_ROWS, TILE_WIDTH, LANES = 6, 32, 16
-LOG2_E = np.float32(1.4426950408889634)
-KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-BITS = {torch.float32: torch.float32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
+from vllm_ext.kernels.numba_vectors import (
+    LANES,
+    exp2_of_difference,
+    fetch_add_one,
+    largest_lane,
+    load_vector,
+    multiply_tile,
+    pointer_to,
+    splat,
+    store_vector,
+    sum_of_lanes,
+    vector_add,
+    vector_max,
+    vector_min,
+    vector_multiply,
+)
+
+# Columns of a register tile, in vectors. 6 x 4 sums, 4 columns and a scalar are 29 of AVX-512's 32 registers;
+# 6 x 1 is 15 of AVX2's 16 and 29 of NEON's 32.
+TILE_ROWS, TILE_VECTORS = 6, 4 if llvmlite.binding.get_host_cpu_features().get("avx512f") else 1
+TILE_WIDTH = TILE_VECTORS * LANES
+CHUNK = 256  # tokens between two steps of the online softmax, rounded up to whole blocks
+WIDE_ROWS = 96  # rows of a task: their scores of a chunk stay in the second-level cache
+WIDE_ROWS_THREADED = 24  # smaller, so that one request's few KV heads keep several threads busy
+LOG2_E = 1.4426950408889634
 
 
 def tree_attention_numba(
@@ -40,352 +64,308 @@ def tree_attention_numba(
 
     Raises:
         ValueError: the caches' strides are not those of `vec_layout`, or ``head_size`` or the block size is
-            no multiple of TILE_WIDTH.
+            no multiple of LANES.
     """
-    block_size, head_size = key_cache.shape[2:]
+    _, num_kv_heads, block_size, head_size = key_cache.shape
+    key_strides, value_strides = key_cache.stride(), value_cache.stride()
     if (
-        key_cache.stride()[2:] != (1, block_size)
-        or value_cache.stride()[2:] != (head_size, 1)
-        or block_size % TILE_WIDTH
-        or head_size % TILE_WIDTH
+        key_strides[2:] != (1, block_size)
+        or value_strides[2:] != (head_size, 1)
+        or block_size % LANES
+        or head_size % LANES
     ):
         raise ValueError(
-            f"key_cache.stride()={key_cache.stride()}, value_cache.stride()={value_cache.stride()}, shape "
-            f"{tuple(key_cache.shape)}: backend='numba' takes the views of vec_layout, with block and head sizes "
-            f"that are multiples of {TILE_WIDTH}; use backend='torch'"
+            f"key_cache.stride()={key_strides}, value_cache.stride()={value_strides}, shape "
+            f"{tuple(key_cache.shape)}: backend='numba' takes the views of vec_layout, with block and head "
+            f"sizes that are multiples of {LANES}; use backend='torch'"
         )
-    run = _compiled(torch.get_num_threads() > 1)
-    run(
-        _bits(query),
-        _flat(key_cache),
-        _flat(value_cache),
-        _bits(output),
-        key_cache.stride(0),
-        key_cache.stride(1),
+    threads = torch.get_num_threads()
+    query_strides, output_strides = query.stride(), output.stride()
+    arguments = _Arguments(
+        0,
+        query.data_ptr(),
+        query_strides[0],
+        query_strides[1],
+        key_cache.data_ptr(),
+        key_strides[0],
+        key_strides[1],
+        value_cache.data_ptr(),
+        value_strides[0],
+        value_strides[1],
+        output.data_ptr(),
+        output_strides[0],
+        output_strides[1],
+        query.shape[1] // num_kv_heads,
+        num_kv_heads,
+        head_size,
         block_size,
-        key_cache.shape[1],
-        KINDS[query.dtype],
-        block_table.numpy(),
-        first_row.numpy(),
-        num_rows.numpy(),
-        context_len.numpy(),
-        parents.numpy(),
-        np.float32(scale * LOG2_E),
+        block_table.data_ptr(),
+        block_table.stride(0),
+        first_row.data_ptr(),
+        num_rows.data_ptr(),
+        context_len.data_ptr(),
+        parents.data_ptr(),
+        num_rows.shape[0],
+        WIDE_ROWS_THREADED if threads > 1 else WIDE_ROWS,
+        scale * LOG2_E,
     )
+    run = _compiled(query.dtype)
+    parallel = _openmp() if threads > 1 else None
+    if parallel is None:
+        run(ctypes.addressof(arguments))
+    else:
+        parallel(run, ctypes.addressof(arguments), threads, 0)
 
 
-def _bits(tensor: torch.Tensor) -> Any:
-    return tensor.view(BITS[tensor.dtype]).numpy()
+class _Arguments(ctypes.Structure):
+    """What `_attend` reads: a dozen arrays cost more to hand over than a short context to attend to."""
 
-
-def _flat(cache: torch.Tensor) -> Any:
-    """A block-strided cache as one contiguous array: numba knows then that neighbours are adjacent."""
-    length = (cache.shape[0] - 1) * cache.stride(0) + (cache.shape[1] - 1) * cache.stride(1)
-    return _bits(cache.as_strided((length + cache.shape[2] * cache.shape[3],), (1,)))
+    _fields_ = [
+        (name, ctypes.c_int64)
+        for name in (
+            "next_task",
+            *("query", "query_token_stride", "query_head_stride"),
+            *("keys", "key_block_stride", "key_head_stride"),
+            *("values", "value_block_stride", "value_head_stride"),
+            *("output", "output_token_stride", "output_head_stride"),
+            *("group", "num_kv_heads", "head_size", "block_size"),
+            *("block_table", "max_blocks", "first_row", "num_rows", "context_len", "parents", "num_requests"),
+            "wide_rows",
+        )
+    ] + [("scale", ctypes.c_double)]
 
 
 @functools.cache
-def _compiled(parallel: bool) -> Any:
-    # numba compiles at the first call of each dtype, not here and not at import.
-    options = {"nogil": True, "fastmath": FAST, "parallel": parallel, "error_model": "numpy"}
+def _compiled(dtype: torch.dtype) -> Any:
+    """A C function of one pointer, compiled at the first call of each dtype, not at import."""
+    forms = {torch.float32: _attend_float32, torch.bfloat16: _attend_bfloat16, torch.float16: _attend_float16}
+    form = forms[dtype]
+    signature = types.void(types.CPointer(numba.from_dtype(np.dtype(_Arguments))))
     try:
-        return numba.njit(_tree_attention, cache=True, **options)
+        compiled = numba.cfunc(signature, cache=True, error_model="numpy")(form)
     except RuntimeError:  # neither the package's folder nor the user's cache folder is writable
-        return numba.njit(_tree_attention, **options)
+        compiled = numba.cfunc(signature, error_model="numpy")(form)
+    function = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(compiled.address)
+    function.compiled = compiled  # type: ignore[attr-defined]  # its code must outlive it
+    return function
 
 
-@numba.njit(fastmath=FAST, error_model="numpy")  # type: ignore[untyped-decorator]
-def _widen(source: Any, start: int, into: Any, count: int, kind: int) -> None:
-    """``into[:count] = source[start : start + count]`` as float32, from what `KINDS` numbers."""
-    part = source[start : start + count]
-    bits = into.view(np.int32)
-    if kind == 0:
-        for i in range(count):
-            into[i] = part[i]
-    elif kind == 1:
-        for i in range(count):
-            bits[i] = np.int32(part[i]) << 16
-    else:
-        # Exponent and fraction land 112 exponents too low; a product with 2**112 puts them right, subnormals too.
-        for i in range(count):
-            word = np.int32(part[i])
-            bits[i] = np.int32((word & 0x7FFF) << 13) | np.int32(word & np.int32(-0x80000000))
-        for i in range(count):
-            into[i] *= np.float32(2.0**112)
+@functools.cache
+def _openmp() -> Any:
+    """GOMP_parallel of the OpenMP that torch runs on, under GNU's name in Intel's and LLVM's too; or None."""
+    try:
+        parallel = ctypes.CDLL(None).GOMP_parallel
+    except (AttributeError, OSError, TypeError):
+        return None
+    parallel.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
+    parallel.restype = None
+    return parallel
 
 
-@numba.njit(fastmath=FAST, error_model="numpy")  # type: ignore[untyped-decorator]
-def _narrow(source: Any, into: Any, kind: int) -> None:
-    """The way back, rounded to nearest, ties to even."""
-    bits = source.view(np.int32)
-    if kind == 0:
-        for i in range(source.shape[0]):
-            into[i] = source[i]
-    elif kind == 1:
-        for i in range(source.shape[0]):
-            into[i] = np.int32(bits[i] + 0x7FFF + ((bits[i] >> 16) & 1)) >> 16
-    else:
-        # The product makes float16's subnormals float32's, so that rounding at bit 13 is right for both.
-        for i in range(source.shape[0]):
-            source[i] *= np.float32(2.0**-112)
-        for i in range(source.shape[0]):
-            magnitude = bits[i] & 0x7FFFFFFF
-            rounded = np.int32(magnitude + 0xFFF + ((magnitude >> 13) & 1)) >> 13
-            into[i] = min(rounded, np.int32(0x7C00)) | ((bits[i] >> 16) & -0x8000)
-
-
-@intrinsic  # type: ignore[untyped-decorator]
-def _multiply_add_tile(
-    typing: Any, a: Any, i: Any, lda: Any, inner: Any, b: Any, j: Any, ldb: Any, c: Any, k: Any, ldc: Any
-) -> Any:
-    """``c += a @ b`` on a tile of TILE_ROWS x TILE_WIDTH held in registers.
-
-    ``a``, ``b``, ``c`` are flat float32 arrays; the tile starts at ``a[i]``, ``b[j]``, ``c[k]``, rows are
-    ``lda``, ``ldb``, ``ldc`` apart, and ``inner`` products are summed. LLVM's vectoriser does not keep a tile
-    of sums in registers, so the vectors are written out; they are ordinary LLVM vectors, which it splits where
-    the machine's are shorter.
-    """
-    from llvmlite import ir
-    from numba.core import cgutils, types
-
-    vector = ir.VectorType(ir.FloatType(), LANES)
-
-    def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        pointers = [
-            context.make_array(signature.args[n])(context, builder, arguments[n]).data for n in (0, 4, 7)
-        ]
-        (a, b, c), (i, lda, inner, j, ldb, k, ldc) = pointers, [arguments[n] for n in (1, 2, 3, 5, 6, 8, 9)]
-
-        def at(pointer: Any, start: Any, row: Any, stride: Any, column: int) -> Any:
-            index = builder.add(builder.add(start, builder.mul(row, stride)), ir.Constant(start.type, column))
-            return builder.gep(pointer, [index])
-
-        def vector_at(*place: Any) -> Any:
-            return builder.bitcast(at(*place), vector.as_pointer())
-
-        sums = []
-        for row in range(TILE_ROWS):
-            for column in range(0, TILE_WIDTH, LANES):
-                sums.append((ir.Constant(k.type, row), column, cgutils.alloca_once(builder, vector)))
-                builder.store(builder.load(vector_at(c, k, sums[-1][0], ldc, column), align=4), sums[-1][2])
-        with cgutils.for_range(builder, inner) as loop:
-            step = loop.index
-            shared = {
-                column: builder.load(vector_at(b, j, step, ldb, column), align=4)
-                for column in range(0, TILE_WIDTH, LANES)
-            }
-            for row, column, place in sums:
-                if column == 0:
-                    scalar = builder.load(
-                        builder.gep(a, [builder.add(builder.add(i, builder.mul(row, lda)), step)])
-                    )
-                    lane = builder.insert_element(
-                        ir.Constant(vector, ir.Undefined), scalar, ir.Constant(ir.IntType(32), 0)
-                    )
-                    spread = builder.shuffle_vector(
-                        lane,
-                        ir.Constant(vector, ir.Undefined),
-                        ir.Constant(ir.VectorType(ir.IntType(32), LANES), [0] * LANES),
-                    )
-                product = builder.fmul(spread, shared[column], flags=("contract",))
-                builder.store(builder.fadd(builder.load(place), product, flags=("contract",)), place)
-        for row, column, place in sums:
-            builder.store(builder.load(place), vector_at(c, k, row, ldc, column), align=4)
-        return context.get_dummy_value()
-
-    integer = types.int64
-    return types.void(a, integer, integer, integer, b, integer, integer, c, integer, integer), emit
-
-
-@numba.njit(fastmath=FAST, error_model="numpy")  # type: ignore[untyped-decorator]
-def _multiply_add(
-    a: Any, lda: int, rows: int, inner: int, b: Any, ldb: int, width: int, c: Any, ldc: int
+@numba.njit(error_model="numpy")  # type: ignore[untyped-decorator]
+def _product(
+    a: Any,
+    i: int,
+    lda: int,
+    b: Any,
+    j: int,
+    ldb: int,
+    c: Any,
+    k: int,
+    ldc: int,
+    rows: int,
+    inner: int,
+    width: int,
+    add: bool,
 ) -> None:
-    """``c[:rows, :width] += a[:rows, :inner] @ b[:inner, :width]``, flat arrays with rows ld* apart.
-
-    ``rows`` and ``width`` are multiples of the tile's.
-    """
-    for column in range(0, width, TILE_WIDTH):
-        for row in range(0, rows, TILE_ROWS):
-            _multiply_add_tile(a, row * lda, lda, inner, b, column, ldb, c, row * ldc + column, ldc)
-
-
-@numba.njit(fastmath=FAST, error_model="numpy")  # type: ignore[untyped-decorator]
-def _fraction_exp2(f: Any) -> Any:
-    """``2 ** f`` for f in [-0.5, 0.5], to 1e-7."""
-    p = np.float32(1.535336188319500e-4)
-    p = p * f + np.float32(1.339887440266574e-3)
-    p = p * f + np.float32(9.618437357674640e-3)
-    p = p * f + np.float32(5.550332471162809e-2)
-    p = p * f + np.float32(2.402264791363012e-1)
-    p = p * f + np.float32(6.931472028550421e-1)
-    return p * f + np.float32(1.0)
-
-
-@numba.njit(fastmath=FAST, error_model="numpy")  # type: ignore[untyped-decorator]
-def _exp2(x: Any, count: int, power: Any) -> None:
-    """``x[i] = 2 ** x[i]`` for the first ``count``, all <= 0; ``power`` is int32 scratch, at least as long."""
-    for i in range(count):
-        # Below 2**-126 the result would not be a normal number, and no sum beside a 1 can tell.
-        t = max(x[i], np.float32(-126.0))
-        whole = np.floor(t + np.float32(0.5))
-        power[i] = (np.int32(whole) + np.int32(127)) << np.int32(23)
-        x[i] = _fraction_exp2(t - whole)
-    two_to = power.view(np.float32)
-    for i in range(count):
-        x[i] *= two_to[i]
+    """`_multiply_tile` over ``rows`` (even) times ``width`` (a multiple of LANES)."""
+    # Columns outside: the tile of b stays in the first-level cache while the rows go by.
+    column = 0
+    while column < width:
+        whole = width - column >= TILE_WIDTH
+        row = 0
+        while row < rows:
+            x, y, z = i + row * lda, j + column, k + row * ldc + column
+            if rows - row >= TILE_ROWS:
+                if whole:
+                    multiply_tile(TILE_ROWS, TILE_VECTORS, a, x, lda, b, y, ldb, c, z, ldc, inner, add)
+                else:
+                    multiply_tile(TILE_ROWS, 1, a, x, lda, b, y, ldb, c, z, ldc, inner, add)
+                row += TILE_ROWS
+            else:
+                if whole:
+                    multiply_tile(2, TILE_VECTORS, a, x, lda, b, y, ldb, c, z, ldc, inner, add)
+                else:
+                    multiply_tile(2, 1, a, x, lda, b, y, ldb, c, z, ldc, inner, add)
+                row += 2
+        column += TILE_WIDTH if whole else LANES
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def _maximum(typing: Any, x: Any, count: Any) -> Any:
-    """The largest of ``x[:count]``; ``count`` is a positive multiple of LANES. LLVM makes no vectors of ``max``."""
-    from llvmlite import ir
-    from numba.core import cgutils, types
-
-    vector = ir.VectorType(ir.FloatType(), LANES)
-
-    def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        start = context.make_array(signature.args[0])(context, builder, arguments[0]).data
-
-        def load(index: Any) -> Any:
-            return builder.load(builder.bitcast(builder.gep(start, [index]), vector.as_pointer()), align=4)
-
-        place = cgutils.alloca_once_value(builder, load(ir.Constant(arguments[1].type, 0)))
-        with cgutils.for_range(
-            builder, builder.sdiv(arguments[1], ir.Constant(arguments[1].type, LANES))
-        ) as loop:
-            part = load(builder.mul(loop.index, ir.Constant(arguments[1].type, LANES)))
-            so_far = builder.load(place)
-            builder.store(builder.select(builder.fcmp_ordered(">", part, so_far), part, so_far), place)
-        best = builder.load(place)
-        lanes = LANES
-        while lanes > 1:  # halve
-            lanes //= 2
-            mask = [*range(lanes, 2 * lanes), *range(lanes, LANES), *[0] * LANES][:LANES]
-            upper = builder.shuffle_vector(
-                best, best, ir.Constant(ir.VectorType(ir.IntType(32), LANES), mask)
-            )
-            best = builder.select(builder.fcmp_ordered(">", upper, best), upper, best)
-        return builder.extract_element(best, ir.Constant(ir.IntType(32), 0))
-
-    return types.float32(x, types.int64), emit
-
-
-@numba.njit(fastmath=FAST, error_model="numpy")  # type: ignore[untyped-decorator]
-def _online(scores: Any, count: int, m: int, best: Any, weight: Any, total: Any, power: Any) -> None:
-    """Row m's online softmax takes in ``scores[:count]`` (base 2): they become weights, its sums are rescaled.
-
-    What is behind them, up to a multiple of LANES, is overwritten.
-    """
-    for t in range(count, (count + LANES - 1) // LANES * LANES):
-        scores[t] = np.float32(-np.inf)
-    before = best[m]
-    top = _maximum(scores, (count + LANES - 1) // LANES * LANES)
-    if top > before:
-        best[m] = top
-        if weight[m] > np.float32(0.0):
-            keep = np.float32(math.exp2(before - top))
-            weight[m] *= keep
-            for d in range(total.shape[1]):
-                total[m, d] *= keep
-    else:
-        top = before
-    for t in range(count):
-        scores[t] -= top
-    _exp2(scores, count, power)
-    part = np.float32(0.0)
-    for t in range(count):
-        part += scores[t]
-    weight[m] += part
-
-
-def _tree_attention(
-    query: Any,  # [num_tokens, num_heads, head_size] bits
-    keys: Any,  # flat bits
-    values: Any,
-    output: Any,  # [num_tokens, num_heads, head_size] bits
-    block_stride: int,
-    head_stride: int,
-    block_size: int,
-    num_kv_heads: int,
-    kind: int,
-    block_table: Any,
-    first_row: Any,
-    num_rows: Any,
-    context_len: Any,
-    parents: Any,
-    scale: Any,  # times log2(e): exponentials are powers of two
+@numba.njit(error_model="numpy")  # type: ignore[untyped-decorator]
+def _online(
+    scores: Any, start: int, width: int, best: Any, m: int, total: Any, line: int, head_size: int
 ) -> None:
-    head_size = query.shape[2]
-    group = query.shape[1] // num_kv_heads
-    starts = np.zeros(num_rows.shape[0] + 1, np.int64)
-    for i in range(num_rows.shape[0]):
-        starts[i + 1] = starts[i] + num_rows[i]
-    for task in numba.prange(num_rows.shape[0] * num_kv_heads):
-        request, head = task // num_kv_heads, task % num_kv_heads
+    """Row m's online softmax takes in ``scores[start : start + width]`` (base 2), which become weights."""
+    before = load_vector(best, m * LANES)
+    top = before
+    for t in range(start, start + width, LANES):
+        top = vector_max(top, load_vector(scores, t))
+    top = splat(largest_lane(top))
+    store_vector(best, m * LANES, top)
+    weight = splat(np.float32(0.0))
+    for t in range(start, start + width, LANES):
+        power = exp2_of_difference(load_vector(scores, t), top)
+        store_vector(scores, t, power)
+        weight = vector_add(weight, power)
+    keep = exp2_of_difference(before, top)
+    for d in range(line, line + head_size + LANES, LANES):
+        store_vector(total, d, vector_multiply(load_vector(total, d), keep))
+    store_vector(total, line + head_size, vector_add(load_vector(total, line + head_size), weight))
+
+
+@numba.njit(error_model="numpy")  # type: ignore[untyped-decorator]
+def _round_up(n: int, to: int) -> int:
+    return (n + to - 1) // to * to
+
+
+@numba.njit(error_model="numpy")  # type: ignore[untyped-decorator]
+def _attend(pointer: Any, dtype: Any) -> None:
+    """All tasks that no other thread takes.
+
+    ``pointer`` is to `_Arguments`. ``dtype`` stands for the four tensors': np.float32, or np.uint16 for
+    bfloat16 and np.int16 for float16, which numba has no types for on the CPU.
+    """
+    args = numba.carray(pointer, 1)[0]
+    head_size, block_size, group = args.head_size, args.block_size, args.group
+    requests = args.num_requests
+    block_table = numba.carray(pointer_to(args.block_table, np.int32), requests * args.max_blocks)
+    first_row = numba.carray(pointer_to(args.first_row, np.int32), requests)
+    num_rows = numba.carray(pointer_to(args.num_rows, np.int32), requests)
+    context_len = numba.carray(pointer_to(args.context_len, np.int32), requests)
+    # Read and written at offsets the arguments give: the length is nominal.
+    query = numba.carray(pointer_to(args.query, dtype), 1)
+    keys = numba.carray(pointer_to(args.keys, dtype), 1)
+    values = numba.carray(pointer_to(args.values, dtype), 1)
+    output = numba.carray(pointer_to(args.output, dtype), 1)
+
+    most: Any = 0
+    all_rows: Any = 0
+    for i in range(requests):
+        most = max(most, np.int64(num_rows[i]))
+        all_rows += np.int64(num_rows[i])
+    parents = numba.carray(pointer_to(args.parents, np.int32), all_rows)
+    padded = _round_up(min(args.wide_rows, most * group), 2)
+    chunk: Any = max(1, CHUNK // block_size) * block_size
+    # LANES more: rows a power of two apart would share cache sets, and masking runs over the end.
+    stride = chunk + LANES
+    line = head_size + LANES  # the last LANES are the sum of the weights
+    q = np.zeros(padded * head_size, np.float32)
+    scores = np.zeros(padded * stride, np.float32)
+    best = np.empty(padded * LANES, np.float32)
+    total = np.empty(padded * line, np.float32)
+    hide_stride = most + 2 * LANES
+    hide = np.empty((min(padded, most) + 1) * hide_stride, np.float32)
+
+    mine = fetch_add_one(pointer)
+    task = 0
+    start = np.int64(0)  # of the request in parents
+    for request in range(requests):
         rows, context = np.int64(num_rows[request]), np.int64(context_len[request])
-        table = block_table[request]
-        wide = rows * group  # row r, head g of the group: r * group + g
-        padded = (wide + TILE_ROWS - 1) // TILE_ROWS * TILE_ROWS
-        q = np.zeros((padded, head_size), np.float32)
-        total = np.zeros((padded, head_size), np.float32)
-        best = np.full(wide, np.float32(-np.inf))
-        weight = np.zeros(wide, np.float32)
-        scores = np.zeros((padded, block_size), np.float32)
-        power = np.empty(block_size, np.int32)
-        key_block = np.empty((head_size, block_size), np.float32)
-        value_block = np.empty((block_size, head_size), np.float32)
-        visible = np.zeros((rows, rows), np.bool_)
-        for r in range(rows):
-            parent = parents[starts[request] + r]
-            if parent >= 0:
-                visible[r] = visible[parent]
-            visible[r, r] = True
-            for g in range(group):
-                _widen(query[first_row[request] + r, head * group + g], 0, q[r * group + g], head_size, kind)
-                for d in range(head_size):
-                    q[r * group + g, d] *= scale
+        table = request * args.max_blocks
+        for head in range(args.num_kv_heads):
+            for begin in range(0, rows * group, args.wide_rows):
+                task += 1
+                if task - 1 != mine:
+                    continue
+                mine = fetch_add_one(pointer)
+                count = min(args.wide_rows, rows * group - begin)
+                even = _round_up(count, 2)
+                low, high = begin // group, (begin + count - 1) // group  # tree rows of this task
 
-        for b in range((context + rows + block_size - 1) // block_size):
-            left = context + rows - b * block_size
-            width = left if left < block_size else block_size
-            used = (width + TILE_WIDTH - 1) // TILE_WIDTH * TILE_WIDTH
-            start = table[b] * block_stride + head * head_stride
-            for d in range(head_size):
-                _widen(keys, start + d * block_size, key_block[d], used, kind)
-            scores[:, :used] = np.float32(0.0)
-            _multiply_add(
-                q.ravel(),
-                head_size,
-                padded,
-                head_size,
-                key_block.ravel(),
-                block_size,
-                used,
-                scores.ravel(),
-                block_size,
-            )
-            root = context - b * block_size  # its column in this block, perhaps in none
-            for m in range(wide):
-                for t in range(root if root > 0 else 0, width):
-                    if not visible[m // group, t - root]:
-                        scores[m, t] = np.float32(-np.inf)
-                _online(scores[m], width, m, best, weight, total, power)
-            _widen(values, start, value_block.ravel(), width * head_size, kind)
-            _multiply_add(
-                scores.ravel(),
-                block_size,
-                padded,
-                width,
-                value_block.ravel(),
-                head_size,
-                head_size,
-                total.ravel(),
-                head_size,
-            )
+                scale = splat(np.float32(args.scale))
+                for m in range(count):
+                    r, g = (begin + m) // group, (begin + m) % group
+                    at = (first_row[request] + r) * args.query_token_stride
+                    at += (head * group + g) * args.query_head_stride
+                    for d in range(0, head_size, LANES):
+                        store_vector(q, m * head_size + d, vector_multiply(load_vector(query, at + d), scale))
+                best[: count * LANES] = np.float32(-np.inf)
+                total[: even * line] = np.float32(0.0)
+                # What each tree row may see of the others, as an upper bound of the score.
+                hide[: (high - low + 1) * hide_stride] = np.float32(-np.inf)
+                for r in range(low, high + 1):
+                    ancestor = np.int64(r)
+                    while ancestor >= 0:
+                        hide[(r - low) * hide_stride + ancestor] = np.float32(np.inf)
+                        ancestor = np.int64(parents[start + ancestor])
 
-        for m in range(wide):
-            share = np.float32(1.0) / weight[m]
-            for d in range(head_size):
-                total[m, d] *= share
-            _narrow(total[m], output[first_row[request] + m // group, head * group + m % group], kind)
+                length: Any = context + high + 1  # later rows are nobody's ancestors here
+                for first in range(0, length, chunk):
+                    width = min(chunk, length - first)
+                    for offset in range(0, width, block_size):
+                        block = np.int64(block_table[table + (first + offset) // block_size])
+                        _product(
+                            q,
+                            0,
+                            head_size,
+                            keys,
+                            block * args.key_block_stride + head * args.key_head_stride,
+                            block_size,
+                            scores,
+                            offset,
+                            stride,
+                            even,
+                            head_size,
+                            _round_up(min(block_size, width - offset), LANES),
+                            False,
+                        )
+                    tree: Any = max(
+                        context - first, 0
+                    )  # the tree's first column, if there is one in this chunk
+                    width_used: Any = _round_up(width, LANES)
+                    for m in range(count):
+                        bound = ((begin + m) // group - low) * hide_stride + first - context
+                        for t in range(tree, width_used, LANES):
+                            at = m * stride + t
+                            store_vector(
+                                scores, at, vector_min(load_vector(scores, at), load_vector(hide, bound + t))
+                            )
+                        _online(scores, m * stride, width_used, best, m, total, m * line, head_size)
+                    for offset in range(0, width, block_size):
+                        block = np.int64(block_table[table + (first + offset) // block_size])
+                        _product(
+                            scores,
+                            offset,
+                            stride,
+                            values,
+                            block * args.value_block_stride + head * args.value_head_stride,
+                            head_size,
+                            total,
+                            0,
+                            line,
+                            even,
+                            min(block_size, width - offset),
+                            head_size,
+                            True,
+                        )
+
+                for m in range(count):
+                    r, g = (begin + m) // group, (begin + m) % group
+                    at = (first_row[request] + r) * args.output_token_stride
+                    at += (head * group + g) * args.output_head_stride
+                    share = splat(np.float32(1.0) / sum_of_lanes(load_vector(total, m * line + head_size)))
+                    for d in range(0, head_size, LANES):
+                        store_vector(output, at + d, vector_multiply(load_vector(total, m * line + d), share))
+        start += rows
+
+
+def _attend_float32(pointer: Any) -> None:
+    _attend(pointer, np.float32)
+
+
+def _attend_bfloat16(pointer: Any) -> None:
+    _attend(pointer, np.uint16)
+
+
+def _attend_float16(pointer: Any) -> None:
+    _attend(pointer, np.int16)

@@ -1,25 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
 """Time `vllm_ext.kernels` on this CPU, one core, after asserting that all backends agree.
 
-    python scripts/bench_kernels.py [--rounds 31] [--cold]
+    python scripts/bench_kernels.py [--rounds 31] [--cold] [--op top_k_ids]
+    python scripts/bench_kernels.py --op tree_attention [--rounds 31]
 
-Prints a markdown table of medians in microseconds per row. torch.topk and numba take turns, so
+The second compares trees with vLLM's own kernel over as many causal rows, in SmolLM2-135M's shape. The first
+prints a markdown table of medians in microseconds per row. torch.topk and numba take turns, so
 that what else the machine does hits both alike; compare within a line. The reference is timed
 afterwards: it moves so much memory that whoever came after it would find the logits gone from the
 caches. With --cold they always are: each call gets other logits, out of more than the caches hold.
 """
 
 import argparse
+import functools
 import itertools
 import platform
 import statistics
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from vllm_ext.kernels.top_k import top_k_ids
+from vllm_ext.kernels.tree_attention import tree_attention, vec_layout
 
 K = 8
 VOCABS = (32000, 49152, 128256, 151936)
@@ -49,14 +54,104 @@ def us(call: Callable[[torch.Tensor], object], pool: Iterator[torch.Tensor], rep
     return (time.perf_counter() - start) / repeats * 1e6
 
 
+def tree_attention_table(rounds: int) -> None:
+    """Print microseconds a call of vLLM's CPU attention and ours, which take turns."""
+    from vllm import _custom_ops as ops
+    from vllm.platforms import current_platform
+
+    current_platform.import_kernels()
+    heads, kv_heads, head_size, block_size = 9, 3, 64, 128
+    print(f"{machine()}; 9 heads, 3 KV heads of 64, median of {rounds} rounds, us per call\n")
+    print("| context | rows | dtype | vLLM, causal | numba, tree | numba / vLLM |")
+    print("| ---: | ---: | --- | ---: | ---: | ---: |")
+    for dtype in DTYPES:
+        for context in (60, 1900):
+            for rows in (4, 8, 16, 32):
+                length = context + rows
+                num_blocks = -(-length // block_size)
+                kv_cache = torch.zeros(num_blocks, kv_heads, block_size, 2 * head_size, dtype=dtype)
+                caches = kv_cache.view(num_blocks, kv_heads, 2 * block_size, head_size).chunk(2, dim=2)
+                table = torch.randperm(num_blocks, dtype=torch.int32)[None]
+                token = torch.arange(length)
+                slots = table[0, token // block_size].long() * block_size + token % block_size
+                key, value = torch.randn(2, length, kv_heads, head_size).to(dtype)
+                query = torch.randn(rows, heads, head_size).to(dtype)
+                cache = {"k_scale": 1.0, "v_scale": 1.0, "kv_cache_dtype": "auto"}
+                ops.cpu_attn_reshape_and_cache(key, value, *caches, slots, "vec", **cache)
+                ends, lengths = torch.tensor([[0, rows], [length, 0]], dtype=torch.int32)
+                stock: dict[str, Any] = {
+                    "query": query,
+                    "key_cache": caches[0],
+                    "value_cache": caches[1],
+                    "output": torch.empty_like(query),
+                    "query_start_loc": ends,
+                    "seq_lens": lengths[:1],
+                    "scale": 0.125,
+                    "causal": True,
+                    "alibi_slopes": None,
+                    "sliding_window": -1,
+                    "block_table": table,
+                    "softcap": 0,
+                    "s_aux": None,
+                    "dynamic_causal": None,
+                    **cache,
+                }
+                stock["scheduler_metadata"] = ops.cpu_attn_get_scheduler_metadata(
+                    num_reqs=1,
+                    num_heads=heads,
+                    num_kv_heads=kv_heads,
+                    head_dim=head_size,
+                    seq_lens=lengths[:1],
+                    dtype=dtype,
+                    query_start_loc=ends,
+                    causal=True,
+                    sliding_window_size=-1,
+                    isa="vec",
+                    enable_kv_split=True,
+                    dynamic_causal=None,
+                    kv_cache_dtype="auto",
+                )
+                tree: dict[str, Any] = {
+                    "block_table": table,
+                    "first_row": torch.zeros(1, dtype=torch.int32),
+                    "num_rows": ends[1:],
+                    "context_len": torch.full((1,), context, dtype=torch.int32),
+                    "parents": (torch.arange(rows, dtype=torch.int32) + 1) // 2 - 1,  # a binary tree
+                    "scale": 0.125,
+                }
+                ours, reference = torch.empty_like(query), torch.empty_like(query)
+                views = vec_layout(kv_cache)
+                tree_attention(query, *views, reference, **tree, backend="torch")
+                tree_attention(query, *views, ours, **tree)
+                torch.testing.assert_close(ours, reference)
+                calls: list[Callable[[], object]] = [
+                    functools.partial(ops.cpu_attention_with_kv_cache, **stock),
+                    functools.partial(tree_attention, query, *views, ours, **tree),
+                ]
+                times: list[list[float]] = [[], []]
+                for _ in range(rounds):
+                    for column, call in zip(times, calls, strict=True):
+                        start = time.perf_counter()
+                        for _ in range(4):
+                            call()
+                        column.append((time.perf_counter() - start) / 4 * 1e6)
+                a, b = (statistics.median(column) for column in times)
+                name = str(dtype).removeprefix("torch.")
+                print(f"| {context} | {rows} | {name} | {a:.0f} | {b:.0f} | {b / a:.2f} |", flush=True)
+
+
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description="Time vllm_ext.kernels on one CPU core.")
     parser.add_argument("--rounds", type=int, default=31)
     parser.add_argument("--cold", action="store_true", help="logits from memory, not from a cache")
+    parser.add_argument("--op", choices=("top_k_ids", "tree_attention"), default="top_k_ids")
     args = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)
+    if args.op == "tree_attention":
+        tree_attention_table(args.rounds)
+        return
 
     state = "cold" if args.cold else "warm"
     print(f"{machine()}; k = {K}, {state} logits, median of {args.rounds} rounds, us per row\n")

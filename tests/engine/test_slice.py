@@ -4,8 +4,8 @@
 Compiled code reuses buffers and has other kernels; trees must be as lossless with it as in eager mode.
 
 Sampling without seeds is compared with plain vLLM's own samples by chi-squared. The bound: under the null hypothesis
-the test fails once in 10,000 runs. Its power is shown by a mutation, a walk that takes a drafted token half of the
-time none was drawn, which must be found at one in a million.
+the test fails once in 10,000 runs. Its power is shown by a mutation, a walk that takes the first draft half of
+the time, which must be found at one in a million.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def p_value(left: Counter[tuple[int, int]], right: Counter[tuple[int, int]]) -> 
 
 
 def prefer_drafts(worker: Any) -> None:
-    """The mutation: a drawn token that is no child is replaced by the first child every other time."""
+    """The mutation: what is drawn is replaced by the first child every other time."""
     from vllm_ext import v1_sampler
 
     module: Any = v1_sampler
@@ -108,7 +108,7 @@ def prefer_drafts(worker: Any) -> None:
                 start, end = row_start[request], row_start[request + 1]
                 children = tokens[start:end][parents[start:end] == row]
                 turn[0] += 1
-                if len(children) and drawn[i] not in children and turn[0] % 2:
+                if len(children) and turn[0] % 2:
                     drawn[i] = int(children[0])
             return drawn
 

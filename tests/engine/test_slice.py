@@ -10,6 +10,7 @@ the time, which must be found at one in a million.
 
 from __future__ import annotations
 
+import random
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -60,26 +61,27 @@ def test_compiled_engine_is_lossless(llms: tuple[Any, Any], batch_size: int) -> 
 
 SAMPLES = 300
 PROMPTS = 2
+POSITIONS = (1, 2, 3, 4)  # the first token comes with the prompt, before any draft
 
 
 def sample(llm: Any, count: int) -> list[Counter[tuple[int, int]]]:
-    """For each prompt how often each token came second and third, as (position, token)."""
-    params = SamplingParams(temperature=1.1, top_k=4, n=count, max_tokens=3, ignore_eos=True)
+    """For each prompt how often each token came at each position, as (position, token)."""
+    params = SamplingParams(temperature=2.0, top_k=8, n=count, max_tokens=6, ignore_eos=True)
     messages = [[{"role": "user", "content": text}] for text in own_prompts()[:PROMPTS]]
     result = []
     for output in llm.chat(messages, params, use_tqdm=False):
         counts: Counter[tuple[int, int]] = Counter()
         for completion in output.outputs:
             tokens = completion.token_ids
-            counts.update((position, tokens[position]) for position in (1, 2))
+            counts.update((position, tokens[position]) for position in POSITIONS)
         result.append(counts)
     return result
 
 
 def p_value(left: Counter[tuple[int, int]], right: Counter[tuple[int, int]]) -> float:
-    """Two-sample chi-squared over both positions; cells expected to hold fewer than five are taken together."""
+    """Two-sample chi-squared over all positions; cells expected to hold fewer than five are taken together."""
     statistic, freedom = 0.0, 0
-    for position in (1, 2):
+    for position in POSITIONS:
         cells = sorted({cell for cell in left | right if cell[0] == position})
         table = np.array([[left[cell] for cell in cells], [right[cell] for cell in cells]])
         rare = table.sum(axis=0) < 10
@@ -92,12 +94,12 @@ def p_value(left: Counter[tuple[int, int]], right: Counter[tuple[int, int]]) -> 
 
 
 def prefer_drafts(worker: Any) -> None:
-    """The mutation: what is drawn is replaced by the first child every other time."""
+    """The mutation: what is drawn is replaced by the first child half of the time."""
     from vllm_ext import v1_sampler
 
     module: Any = v1_sampler
     worker.honest_walk = honest = module.walk
-    turn = [0]
+    coin = random.Random(0)
 
     def walk(row_start: Any, tokens: Any, parents: Any, draw: Any) -> Any:
         def biased(
@@ -107,8 +109,7 @@ def prefer_drafts(worker: Any) -> None:
             for i, (request, row) in enumerate(zip(requests, rows, strict=True)):
                 start, end = row_start[request], row_start[request + 1]
                 children = tokens[start:end][parents[start:end] == row]
-                turn[0] += 1
-                if len(children) and turn[0] % 2:
+                if len(children) and coin.random() < 0.5:
                     drawn[i] = int(children[0])
             return drawn
 

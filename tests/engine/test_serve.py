@@ -101,16 +101,17 @@ def test_bad_requests_get_400_and_hurt_nobody(server: demo.Server) -> None:
     for body in (
         {"prompt": [504] * 2049, "max_tokens": 1},
         {"prompt": "x", "max_tokens": -1},
-        {
-            "prompt": "x",
-            "max_tokens": 4,
-            "min_p": 0.1,
-            "temperature": 1,
-        },  # vLLM's own rule next to speculation
+        {"prompt": "x", "max_tokens": 4, "min_p": 2.0, "temperature": 1},
+        {"prompt": "x", "max_tokens": 4, "logit_bias": {"99999999": 1}},
         {"prompt": "x", "max_tokens": 4, "temperature": -1},
     ):
         status, reply = post(server, "/v1/completions", **body)
         assert status == 400, (body, reply)
+    # What vLLM refuses next to its own speculation.
+    status, reply = post(
+        server, "/v1/completions", prompt="x", max_tokens=4, min_p=0.1, temperature=1, logit_bias={"28": 1}
+    )
+    assert status == 200, reply
     assert answer(server, "Say hello.")
 
 

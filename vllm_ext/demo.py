@@ -126,12 +126,14 @@ class Server:
                         yield piece
         yield Answer(text, num_tokens, last - first)
 
-    def metric(self, name: str) -> float:
-        """Sum of a counter over its labels, from the server's own /metrics; 0 when it has none."""
+    def metric(self, name: str, label: str = "") -> float:
+        """Sum of a counter over its labels, or those with ``label="value"``, from the server's own /metrics."""
         with urllib.request.urlopen(f"{self.url}/metrics", timeout=10) as response:
             page = response.read().decode()
         return sum(
-            float(value) for value in re.findall(rf"^{re.escape(name)}(?:\{{.*\}})? (\S+)$", page, re.M)
+            float(value)
+            for labels, value in re.findall(rf"^{re.escape(name)}(?:\{{(.*)\}})? (\S+)$", page, re.M)
+            if label in labels
         )
 
 

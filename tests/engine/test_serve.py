@@ -162,7 +162,9 @@ def test_many_clients_get_what_one_gets(server: demo.Server) -> None:
         status, reply = grammar.result()
     assert status == 200, reply
     assert reply["choices"][0]["message"]["content"].lstrip().startswith("{")
-    assert server.metric("vllm_ext:fallbacks_total") == 0
+    assert server.metric("vllm_ext:fallbacks_total", 'reason="proposer_error"') == 0
+    assert server.metric("vllm_ext:fallbacks_total", 'reason="model_chain"') == 0
+    assert server.metric("vllm_ext:spec_budget_step_seconds") > 0
 
 
 def test_a_bad_option_ends_start_up_before_the_model_is_loaded(model_dir: str) -> None:

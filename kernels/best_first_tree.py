@@ -17,6 +17,7 @@ Int64 = npt.NDArray[np.int64]
 Float32 = npt.NDArray[np.float32]
 Float64 = npt.NDArray[np.float64]
 UInt8 = npt.NDArray[np.uint8]
+Bool = npt.NDArray[np.bool_]
 
 EMPTY = -1
 
@@ -60,7 +61,7 @@ def record_rows(
     row_start: Int32,
     tokens: Int32,
     parents: Int32,
-    accepted: npt.NDArray[np.bool_],
+    accepted: Bool,
     root_previous: Int32,
     top_ids: Int32,
     top_logits: Float32,
@@ -107,6 +108,7 @@ def grow_trees(
     contexts: Int32,
     budgets: Int64,
     max_depths: Int64,
+    chains: Bool,
     template: Int32,
 ) -> GrownTrees:
     """From each root on, open the newest node and take the most probable of all unopened children.
@@ -124,6 +126,7 @@ def grow_trees(
         contexts: int32 ``[num_requests, longest]`` the last tokens, newest last, -1 before the first.
         budgets: int64 ``[num_requests]`` most nodes.
         max_depths: int64 ``[num_requests]`` deepest nodes; the root's children have depth 1.
+        chains: bool ``[num_requests]`` consider the newest node's children alone.
         template: int32 ``[num_positions, width]`` the shape: position 0 is the root, an entry the position of
             the child of that rank, -1 where there is none; a successor that the row lacks has none. No
             positions: any shape.
@@ -136,7 +139,7 @@ def grow_trees(
         np.empty((num_requests, most), np.float32),
         np.empty((num_requests, most), np.uint8),
     )
-    _compiled("grow_trees")(tables, estimates, contexts, budgets, max_depths, template, trees)
+    _compiled("grow_trees")(tables, estimates, contexts, budgets, max_depths, chains, template, trees)
     return trees
 
 

@@ -96,7 +96,14 @@ def record_text(tables: Any, tokens: Any, start: int, longest: int) -> None:
 
 
 def grow_trees(
-    tables: Any, estimates: Any, contexts: Any, budgets: Any, max_depths: Any, template: Any, trees: Any
+    tables: Any,
+    estimates: Any,
+    contexts: Any,
+    budgets: Any,
+    max_depths: Any,
+    chains: Any,
+    template: Any,
+    trees: Any,
 ) -> None:
     successors = tables.successors
     width = successors.shape[1]
@@ -120,6 +127,8 @@ def grow_trees(
         count = 0
         node = -1
         while count < budgets[request]:
+            if chains[request]:
+                size = 0
             depth, position, probability = 0, 0, np.float32(1.0)
             if node >= 0:
                 depth, position = depths[node], positions[node]

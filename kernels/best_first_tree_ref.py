@@ -46,6 +46,7 @@ def grow_tree_ref(
     budget: int,
     max_depth: int,
     template: Sequence[Sequence[int]] = (),
+    chain: bool = False,
 ) -> list[Node]:
     """The tree of one request; see `grow_trees`."""
     longest, num_bases, num_depths = estimates.shape
@@ -71,6 +72,8 @@ def grow_tree_ref(
     path: tuple[int, ...] = ()
     node, position, above = -1, 0, np.float32(1)
     while len(tree) < budget:
+        if chain:
+            frontier.clear()
         if len(path) < max_depth:
             for rank, token, group in children(root + path):
                 child = 0

@@ -72,6 +72,7 @@ class Request:
     budget_tokens: int  # most draft nodes worth proposing now
     max_depth: int  # deepest node that may be proposed: never past max_tokens or max_model_len
     sampling: Sampling
+    chain: bool = False  # a tree cannot be verified here: of one that branches only the best chain is used
 
 
 @dataclass(frozen=True, slots=True)

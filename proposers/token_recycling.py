@@ -80,9 +80,10 @@ class TokenRecyclingOptions(MethodOptions):
         le=4,
         description="longest context looked up: 1: the paper's matrix alone; more: also pairs and past text",
     )
-    tree: Literal["dynamic", "static"] = Field(
+    tree: Literal["dynamic", "static", "chain"] = Field(
         default="dynamic",
-        description="dynamic: any shape, by estimated acceptance; static: inside the paper's 80-node tree",
+        description="dynamic: any shape, by estimated acceptance; static: inside the paper's 80-node tree; "
+        "chain: always the best child alone",
     )
 
 
@@ -103,7 +104,7 @@ class TokenRecycling(Proposer):
         vocab_size: number of token ids of the target.
         matrix_width: successors kept for each token.
         context_tokens: longest context looked up, 1 to 4.
-        tree: "dynamic" or "static".
+        tree: "dynamic", "static" or "chain".
     """
 
     summary: ClassVar[str] = "successors the target ranked highest the last time it read a token"
@@ -121,6 +122,7 @@ class TokenRecycling(Proposer):
         self.tables = SuccessorTables.empty(
             vocab_size, matrix_width, PAIR_SLOTS if more else 0, TEXT_SLOTS if more else 0
         )
+        self._chain = tree == "chain"
         # [positions, width]; no position: any shape.
         self._template = np.empty((0, matrix_width), np.int32)
         if tree == "static":
@@ -218,6 +220,7 @@ class TokenRecycling(Proposer):
             contexts,
             np.array([request.budget_tokens for request in requests], np.int64),
             np.array([request.max_depth for request in requests], np.int64),
+            np.array([self._chain or request.chain for request in requests], np.bool_),
             self._template,
         )
         trees = []

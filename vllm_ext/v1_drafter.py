@@ -121,7 +121,7 @@ class Drafter:
             self._observe(runner, trees, sampled)
             requests, slots = self._requests(runner, num_draft_tokens, sampled)
             proposals = [
-                self._allowed(runner, request, tree)
+                tree.best_chain() if request.chain and not tree.is_chain else tree
                 for request, tree in zip(requests, self.proposer.propose(requests), strict=True)
             ]
             sizes = self._sizes(requests, proposals)
@@ -141,19 +141,17 @@ class Drafter:
         logger.exception("vllm-ext: %s", what)
         self._count({"fallbacks:proposer_error": 1})
 
-    def _allowed(self, runner: Any, request: Request, tree: DraftTree) -> DraftTree:
-        """The tree, or its best chain where only a chain can be verified."""
+    def _only_chain(self, params: Any) -> bool:
+        """Whether a request can have chains alone; counts the step if so."""
         if self.chain_reason is not None:
             reason = "model_chain"
-        elif runner.requests[request.request_id].sampling_params.structured_outputs is not None:
+        elif params.structured_outputs is not None:
             # vLLM masks the logits along the flat list of drafts: right for a chain, wrong for a tree.
             reason = "structured_output_chain"
         else:
-            return tree
-        if tree.is_chain:
-            return tree
+            return False
         self._count({f"fallbacks:{reason}": 1})
-        return tree.best_chain()
+        return True
 
     def _sizes(self, requests: list[Request], trees: list[DraftTree]) -> list[int]:
         """How many nodes of each tree the next step verifies."""
@@ -270,6 +268,7 @@ class Drafter:
                 budget_tokens=budget_tokens if max_depth else 0,
                 max_depth=max_depth,
                 sampling=self._sampling[request_id],
+                chain=self._only_chain(params),
             )
             if not started:
                 self.proposer.start(request)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import pairwise, product
@@ -133,7 +134,7 @@ def test_options_reach_the_proposer() -> None:
         TokenRecyclingOptions.model_validate({"context_tokens": 5})
 
 
-@pytest.mark.parametrize("tree", ["dynamic", "static"])
+@pytest.mark.parametrize("tree", ["dynamic", "static", "chain"])
 def test_cold_tables_draft_nothing(tree: str) -> None:
     assert len(unseeded(TokenRecycling(VOCAB, tree=tree), 3)) == 0
 
@@ -284,7 +285,7 @@ def test_paper_tree() -> None:
         assert (narrow == positions(8)[:, :width]).all()
 
 
-@pytest.mark.parametrize("shape", ["dynamic", "static"])
+@pytest.mark.parametrize("shape", ["dynamic", "static", "chain"])
 def test_smaller_trees_are_prefixes_of_larger_ones(shape: str) -> None:
     proposer = TokenRecycling(VOCAB, 4, tree=shape)
     rng = np.random.default_rng(2)
@@ -296,6 +297,25 @@ def test_smaller_trees_are_prefixes_of_larger_ones(shape: str) -> None:
         smaller, cut = unseeded(proposer, 3, size), largest.prefix(size)
         assert smaller.tokens.tolist() == cut.tokens.tolist()
         assert smaller.parents.tolist() == cut.parents.tolist()
+
+
+def test_a_request_that_can_only_have_a_chain_gets_a_whole_one() -> None:
+    """Not what is left of a tree: its nodes all go into the depth."""
+    proposer = TokenRecycling(VOCAB, 2, context_tokens=1)
+    for token in range(VOCAB):
+        successors = [(token + 1) % VOCAB, (token + 2) % VOCAB]
+        proposer.observe(rows([token], [successors], name=str(token), logits=UNSURE))
+    tree = request([0], 6, name="tree")
+    chain = dataclasses.replace(tree, request_id="chain", chain=True)
+    proposer.start(tree)
+    proposer.start(chain)
+    drafts = propose(proposer, tree, chain)
+    assert [draft.is_chain for draft in drafts] == [False, True]
+    assert drafts[1].tokens.tolist() == [1, 2, 3, 4, 5, 6]
+    chains = TokenRecycling(VOCAB, 2, context_tokens=1, tree="chain")
+    chains.tables, chains.hits, chains.trials = proposer.tables, proposer.hits, proposer.trials
+    chains.start(tree)
+    assert propose(chains, tree)[0].tokens.tolist() == [1, 2, 3, 4, 5, 6]
 
 
 def test_estimates_converge_to_the_true_frequencies() -> None:
@@ -369,18 +389,21 @@ def observed(draw: st.DrawFn) -> tuple[list[int], list[int], list[list[int]], li
     tokens = draw(st.lists(st.integers(0, SMALL - 1), min_size=1, max_size=8))
     parents = [-1] + [draw(st.integers(0, i - 1)) for i in range(1, len(tokens))]
     ids = [draw(st.permutations(range(SMALL)))[:2] for _ in tokens]
-    logits = [[0.0, -draw(st.floats(0, 8))] for _ in tokens]
+    # Eighths: no share comes within rounding of a class's bound.
+    logits = [[0.0, -draw(st.integers(0, 64)) / 8] for _ in tokens]
     return tokens, parents, ids, logits
 
 
-@given(st.data(), observed(), texts, st.sampled_from([1, 2, 4]), st.sampled_from(["dynamic", "static"]))
+@given(
+    st.data(), observed(), texts, st.sampled_from([1, 2, 4]), st.sampled_from(["dynamic", "static", "chain"])
+)
 @settings(deadline=None)
 def test_trees_equal_the_reference(
     data: st.DataObject,
     seen: tuple[list[int], list[int], list[list[int]], list[list[float]]],
     text: list[int],
     longest: int,
-    shape: Literal["dynamic", "static"],
+    shape: Literal["dynamic", "static", "chain"],
 ) -> None:
     proposer = TokenRecycling(SMALL, 2, longest, shape)
     tokens, parents, ids, logits = seen
@@ -412,6 +435,7 @@ def test_trees_equal_the_reference(
         one.budget_tokens,
         one.max_depth,
         positions(2).tolist() if shape == "static" else (),
+        shape == "chain",
     )
     drafted = list(zip(tree.tokens.tolist(), tree.parents.tolist(), tree.probabilities.tolist(), strict=True))
     assert drafted == [node[:3] for node in expected]
@@ -443,6 +467,7 @@ def test_tree_is_the_best_one_under_the_product_model(seed: int, budget: int, de
         np.zeros((1, 1), np.int32),
         np.array([budget]),
         np.array([depth]),
+        np.array([False]),
         np.empty((0, 2), np.int32),
     )
     every = []

@@ -7,6 +7,8 @@ from typing import Any
 import numba
 import numpy as np
 
+from vllm_ext.kernels import backends
+
 # A context is known by one 64-bit number, mixed from its tokens, the newest first; 0 marks a free slot. Two
 # contexts of one number would share an entry; that is rare and costs no more than a draft.
 _MULTIPLIER = -7046029254386353131  # odd and well mixed: 2 ** 64 over the golden ratio, as an int64
@@ -16,11 +18,7 @@ _SHIFT = 36  # the higher bits are the better mixed ones
 @functools.cache
 def compiled(name: str) -> Any:
     """The function of that name in this file, compiled at its first call."""
-    function = globals()[name]
-    try:
-        return numba.njit(function, cache=True, nogil=True)
-    except RuntimeError:  # neither the package's folder nor the user's cache folder is writable
-        return numba.njit(function, nogil=True)
+    return backends.compile_cached(numba.njit, nogil=True)(globals()[name])
 
 
 @numba.njit  # type: ignore[untyped-decorator]

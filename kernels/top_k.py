@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The indices of the k largest logits of each row, on the device the logits are on."""
 
-import os
-from typing import Literal
+from typing import Any
 
 import torch
+
+from vllm_ext.kernels import backends
+from vllm_ext.kernels.backends import Backend
 
 MAX_K = 32  # every backend keeps its k best in a list it shifts or rescans: meant for small k
 
@@ -17,9 +19,7 @@ INTEGER_FORM = {
 }
 
 
-def top_k_ids(
-    logits: torch.Tensor, k: int, backend: Literal["auto", "torch", "numba", "triton"] = "auto"
-) -> torch.Tensor:
+def top_k_ids(logits: torch.Tensor, k: int, backend: Backend = "auto") -> torch.Tensor:
     """Return the ids of the `k` largest logits of each row, best first, as int32 `[rows, k]`.
 
     The contract::
@@ -39,25 +39,21 @@ def top_k_ids(
     is compiled at the first call with 16-bit and the first with 32-bit logits (about 1 s each,
     cached on disk where a folder is writable). "triton" on CPU tensors needs TRITON_INTERPRET=1.
     """
-    _validate(logits, k, backend)
-    device = logits.device.type
-    if backend == "auto":
-        backend = {"cpu": "numba", "cuda": "triton"}.get(device, "torch")  # type: ignore[assignment]
+    _validate(logits, k)
+    form: Any
     # Imported here: a backend that is not used may be missing, and costs nothing.
-    if backend == "numba":
-        from vllm_ext.kernels.top_k_numba import top_k_ids_numba
-
-        return top_k_ids_numba(logits, k)
-    if backend == "triton":
-        from vllm_ext.kernels.top_k_triton import top_k_ids_triton
-
-        return top_k_ids_triton(logits, k)
-    from vllm_ext.kernels.top_k_ref import top_k_ids_ref
-
-    return top_k_ids_ref(logits, k)
+    match backends.choose(backend, logits):
+        case "numba":
+            from vllm_ext.kernels.top_k_numba import top_k_ids_numba as form
+        case "triton":
+            from vllm_ext.kernels.top_k_triton import top_k_ids_triton as form
+        case _:
+            from vllm_ext.kernels.top_k_ref import top_k_ids_ref as form
+    ids: torch.Tensor = form(logits, k)
+    return ids
 
 
-def _validate(logits: torch.Tensor, k: int, backend: str) -> None:
+def _validate(logits: torch.Tensor, k: int) -> None:
     if logits.dim() != 2 or logits.shape[1] == 0:
         raise ValueError(
             f"logits.shape={tuple(logits.shape)} must be [rows, vocab] with vocab >= 1; "
@@ -74,15 +70,3 @@ def _validate(logits: torch.Tensor, k: int, backend: str) -> None:
         )
     if not 1 <= k <= min(vocab, MAX_K):
         raise ValueError(f"k={k} must be from 1 to min(vocab={vocab}, {MAX_K}); for more use torch.topk")
-    if backend not in ("auto", "torch", "numba", "triton"):
-        raise ValueError(f"backend={backend!r} must be 'auto', 'torch', 'numba' or 'triton'; leave it out")
-    device = logits.device.type
-    if backend == "numba" and device != "cpu":
-        raise ValueError(
-            f"backend='numba' takes CPU logits, logits.device={logits.device}; use backend='auto'"
-        )
-    if backend == "triton" and device != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
-        raise ValueError(
-            f"backend='triton' takes CUDA logits, logits.device={logits.device}; use backend="
-            "'auto', or set TRITON_INTERPRET=1 before triton is imported"
-        )

@@ -13,6 +13,7 @@ import numba
 import numpy as np
 import torch
 
+from vllm_ext.kernels import backends
 from vllm_ext.kernels.top_k import INTEGER_FORM
 
 # Large enough for the horizontal maximum at a block's end not to matter, small enough for the
@@ -38,10 +39,7 @@ def top_k_ids_numba(logits: torch.Tensor, k: int) -> torch.Tensor:
 @functools.cache
 def _compiled() -> Any:
     # numba compiles at the first call of each integer width, not here and not at import.
-    try:
-        return numba.njit(_top_k, cache=True, nogil=True)
-    except RuntimeError:  # neither the package's folder nor the user's cache folder is writable
-        return numba.njit(_top_k, nogil=True)
+    return backends.compile_cached(numba.njit, nogil=True)(_top_k)
 
 
 @numba.njit  # type: ignore[untyped-decorator]

@@ -7,13 +7,85 @@ the ``context_len`` tokens before the root, to its ancestors and to itself.
 
 from __future__ import annotations
 
-import os
-from typing import Literal
+import functools
+from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
 
+from vllm_ext.kernels import backends
+from vllm_ext.kernels.backends import Backend
+
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-Backend = Literal["auto", "torch", "numba", "triton"]
+MAX_ROWS = 160  # of one tree, in the triton form: the bits of `TreeRows.ancestor_bits`
+
+
+@dataclass(frozen=True)
+class TreeRows:
+    """Which rows of a step belong to which tree: made once, used by every layer.
+
+    Args:
+        block_table: int32 ``[num_requests, max_blocks]``.
+        first_row: int32 ``[num_requests]``, row of the request's root in the query.
+        num_rows: int32 ``[num_requests]``, rows of each request: the root and its draft nodes.
+        context_len: int32 ``[num_requests]``, tokens before the root.
+        parents: int32 ``[sum(num_rows)]``, each row's parent as an offset inside its request, smaller than the
+            row's own; -1 for roots.
+
+    Raises:
+        ValueError: shapes, dtypes, strides or devices that do not fit. The values are not looked at.
+    """
+
+    block_table: torch.Tensor
+    first_row: torch.Tensor
+    num_rows: torch.Tensor
+    context_len: torch.Tensor
+    parents: torch.Tensor
+
+    def __post_init__(self) -> None:
+        device, requests = self.parents.device, self.block_table.shape[0]
+        for name, tensor in vars(self).items():
+            if tensor.dtype != torch.int32 or tensor.device != device:
+                raise ValueError(
+                    f"{name}: {tensor.dtype} on {tensor.device} must be torch.int32 on the device of parents, "
+                    f"{device}; pass {name}.to(parents.device, torch.int32)"
+                )
+            if name == "block_table":
+                one_row_apart = tensor.dim() == 2 and (tensor.shape[1] == 1 or tensor.stride(1) == 1)
+                good, shape = one_row_apart, "[num_requests, max_blocks]"
+            else:
+                good, shape = tensor.dim() == 1 and tensor.is_contiguous(), "[sum(num_rows)]"
+                if name != "parents":
+                    good, shape = good and len(tensor) == requests, f"[num_requests={requests}]"
+            if not good:
+                raise ValueError(
+                    f"{name}: shape {tuple(tensor.shape)}, strides {tensor.stride()} must be {shape} with the "
+                    f"last dimension contiguous; num_requests is block_table's; pass {name}.contiguous()"
+                )
+
+    @functools.cached_property
+    def ancestor_bits(self) -> torch.Tensor:
+        """int32 ``[sum(num_rows), MAX_ROWS / 32]``: bit b of word w says that the row sees row ``32 * w + b``.
+
+        That is, that it is an ancestor or the row itself.
+        """
+        bits = np.zeros((len(self.parents), MAX_ROWS // 32), dtype=np.uint32)
+        parents = self.parents.tolist()
+        start = 0
+        for rows in self.num_rows.tolist():
+            for row in range(rows):
+                parent = parents[start + row]
+                if parent >= 0:
+                    bits[start + row] = bits[start + parent]
+                bits[start + row, row // 32] |= np.uint32(1 << (row % 32))
+            start += rows
+        return torch.from_numpy(bits.view(np.int32)).to(self.parents.device)
+
+    @functools.cached_property
+    def row_start(self) -> torch.Tensor:
+        """int32 ``[num_requests + 1]``: where each request's rows begin in ``parents``."""
+        return torch.nn.functional.pad(self.num_rows.cumsum(0), (1, 0)).to(torch.int32)
 
 
 def tree_attention(
@@ -21,12 +93,7 @@ def tree_attention(
     key_cache: torch.Tensor,
     value_cache: torch.Tensor,
     output: torch.Tensor,
-    *,
-    block_table: torch.Tensor,
-    first_row: torch.Tensor,
-    num_rows: torch.Tensor,
-    context_len: torch.Tensor,
-    parents: torch.Tensor,
+    trees: TreeRows,
     scale: float,
     backend: Backend = "auto",
 ) -> None:
@@ -37,48 +104,25 @@ def tree_attention(
         key_cache: ``[num_blocks, num_kv_heads, block_size, head_size]`` of the same dtype, a view of any
             strides; "numba" wants those of `vec_layout`. ``num_heads`` is a multiple of ``num_kv_heads``.
         value_cache: as ``key_cache``.
-        output: shape and dtype of ``query``. Written at the rows of the requests named here and nowhere else.
-        block_table: int32 ``[num_requests, max_blocks]``.
-        first_row: int32 ``[num_requests]``, row of the request's root in ``query``.
-        num_rows: int32 ``[num_requests]``, rows of each request: the root and its draft nodes.
-        context_len: int32 ``[num_requests]``, tokens before the root.
-        parents: int32 ``[sum(num_rows)]``, each row's parent as an offset inside its request, smaller than the
-            row's own; -1 for roots.
+        output: shape and dtype of ``query``. Written at the rows of ``trees`` and nowhere else.
+        trees: the rows, on query's device.
         scale: factor of the scores.
         backend: "auto" takes numba on the CPU, triton on CUDA and torch elsewhere.
 
     Raises:
-        ValueError: shapes, dtypes, strides or devices that do not fit. The values of the five int arrays are
-            not looked at: this runs once a layer.
+        ValueError: shapes, dtypes, strides or devices that do not fit.
     """
-    _validate(query, key_cache, value_cache, output, backend)
-    _validate_integers(query, block_table, first_row, num_rows, context_len, parents)
-    if backend == "auto":
-        backend = {"cpu": "numba", "cuda": "triton"}.get(query.device.type, "torch")  # type: ignore[assignment]
-    arguments = (
-        query,
-        key_cache,
-        value_cache,
-        output,
-        block_table,
-        first_row,
-        num_rows,
-        context_len,
-        parents,
-    )
+    _validate(query, key_cache, value_cache, output, trees)
+    form: Any
     # Imported here: a backend that is not used may be missing, and costs nothing.
-    if backend == "numba":
-        from vllm_ext.kernels.tree_attention_numba import tree_attention_numba
-
-        tree_attention_numba(*arguments, scale)
-    elif backend == "triton":
-        from vllm_ext.kernels.tree_attention_triton import tree_attention_triton
-
-        tree_attention_triton(*arguments, scale)
-    else:
-        from vllm_ext.kernels.tree_attention_ref import tree_attention_ref
-
-        tree_attention_ref(*arguments, scale)
+    match backends.choose(backend, query):
+        case "numba":
+            from vllm_ext.kernels.tree_attention_numba import tree_attention_numba as form
+        case "triton":
+            from vllm_ext.kernels.tree_attention_triton import tree_attention_triton as form
+        case _:
+            from vllm_ext.kernels.tree_attention_ref import tree_attention_ref as form
+    form(query, key_cache, value_cache, output, trees, scale)
 
 
 def vec_layout(kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -107,7 +151,7 @@ def _validate(
     key_cache: torch.Tensor,
     value_cache: torch.Tensor,
     output: torch.Tensor,
-    backend: str,
+    trees: TreeRows,
 ) -> None:
     if query.dim() != 3 or query.stride(2) != 1:
         raise ValueError(
@@ -135,61 +179,8 @@ def _validate(
             "both be [num_blocks, num_kv_heads, block_size, head_size] with query's head_size "
             f"{query.shape[2]} and a num_kv_heads that divides its num_heads {query.shape[1]}"
         )
-    if backend not in ("auto", "torch", "numba", "triton"):
-        raise ValueError(f"backend={backend!r} must be 'auto', 'torch', 'numba' or 'triton'; leave it out")
-    device = query.device.type
-    if backend == "numba" and device != "cpu":
+    if trees.parents.device != query.device:
         raise ValueError(
-            f"backend='numba' takes CPU tensors, query.device={query.device}; use backend='auto'"
+            f"trees: on {trees.parents.device} must be on query's device {query.device}; make TreeRows of "
+            "tensors there"
         )
-    if backend == "triton" and device != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
-        raise ValueError(
-            f"backend='triton' takes CUDA tensors, query.device={query.device}; use backend='auto', or set "
-            "TRITON_INTERPRET=1 before triton is imported"
-        )
-
-
-def _validate_integers(
-    query: torch.Tensor,
-    block_table: torch.Tensor,
-    first_row: torch.Tensor,
-    num_rows: torch.Tensor,
-    context_len: torch.Tensor,
-    parents: torch.Tensor,
-) -> None:
-    # One test for the good case; which argument is bad is looked for afterwards.
-    int32, device = torch.int32, query.device
-    if (
-        block_table.dtype == first_row.dtype == num_rows.dtype == context_len.dtype == parents.dtype == int32
-        and block_table.device == first_row.device == num_rows.device == context_len.device == device
-        and parents.device == device
-        and block_table.dim() == 2
-        and parents.dim() == 1
-        and first_row.shape == num_rows.shape == context_len.shape == block_table.shape[:1]
-        and (block_table.shape[1] == 1 or block_table.stride(1) == 1)
-        and first_row.is_contiguous()
-        and num_rows.is_contiguous()
-        and context_len.is_contiguous()
-        and parents.is_contiguous()
-    ):
-        return
-    requests = block_table.shape[0]
-    named = {"first_row": first_row, "num_rows": num_rows, "context_len": context_len, "parents": parents}
-    for name, tensor in {"block_table": block_table, **named}.items():
-        if tensor.dtype != int32 or tensor.device != device:
-            raise ValueError(
-                f"{name}: {tensor.dtype} on {tensor.device} must be torch.int32 on query's device {device}; "
-                f"pass {name}.to(query.device, torch.int32)"
-            )
-    if block_table.dim() != 2 or block_table.stride(1) != 1:
-        raise ValueError(
-            f"block_table: shape {tuple(block_table.shape)}, strides {block_table.stride()} must be "
-            "[num_requests, max_blocks] with the last dimension contiguous; pass block_table.contiguous()"
-        )
-    for name, tensor in named.items():
-        shape = "[sum(num_rows)]" if name == "parents" else f"[num_requests={requests}]"
-        if tensor.dim() != 1 or not tensor.is_contiguous() or (name != "parents" and len(tensor) != requests):
-            raise ValueError(
-                f"{name}: shape {tuple(tensor.shape)}, strides {tensor.stride()} must be {shape}, "
-                f"contiguous; num_requests is block_table's; pass {name}[:num_requests].contiguous()"
-            )

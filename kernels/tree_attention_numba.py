@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from numba import types
 
+from vllm_ext.kernels import backends
 from vllm_ext.kernels.numba_vectors import (
     LANES,
     exp2_of_difference,
@@ -37,6 +38,7 @@ from vllm_ext.kernels.numba_vectors import (
     vector_min,
     vector_multiply,
 )
+from vllm_ext.kernels.tree_attention import TreeRows
 
 # Columns of a register tile, in vectors. 6 x 4 sums, 4 columns and a scalar are 29 of AVX-512's 32 registers;
 # 6 x 1 is 15 of AVX2's 16 and 29 of NEON's 32.
@@ -53,11 +55,7 @@ def tree_attention_numba(
     key_cache: torch.Tensor,
     value_cache: torch.Tensor,
     output: torch.Tensor,
-    block_table: torch.Tensor,
-    first_row: torch.Tensor,
-    num_rows: torch.Tensor,
-    context_len: torch.Tensor,
-    parents: torch.Tensor,
+    trees: TreeRows,
     scale: float,
 ) -> None:
     """See `vllm_ext.kernels.tree_attention.tree_attention`, which validates all but the layout.
@@ -99,13 +97,13 @@ def tree_attention_numba(
         num_kv_heads,
         head_size,
         block_size,
-        block_table.data_ptr(),
-        block_table.stride(0),
-        first_row.data_ptr(),
-        num_rows.data_ptr(),
-        context_len.data_ptr(),
-        parents.data_ptr(),
-        num_rows.shape[0],
+        trees.block_table.data_ptr(),
+        trees.block_table.stride(0),
+        trees.first_row.data_ptr(),
+        trees.num_rows.data_ptr(),
+        trees.context_len.data_ptr(),
+        trees.parents.data_ptr(),
+        trees.num_rows.shape[0],
         WIDE_ROWS_THREADED if threads > 1 else WIDE_ROWS,
         scale * LOG2_E,
     )
@@ -141,10 +139,7 @@ def _compiled(dtype: torch.dtype) -> Any:
     forms = {torch.float32: _attend_float32, torch.bfloat16: _attend_bfloat16, torch.float16: _attend_float16}
     form = forms[dtype]
     signature = types.void(types.CPointer(numba.from_dtype(np.dtype(_Arguments))))
-    try:
-        compiled = numba.cfunc(signature, cache=True, error_model="numpy")(form)
-    except RuntimeError:  # neither the package's folder nor the user's cache folder is writable
-        compiled = numba.cfunc(signature, error_model="numpy")(form)
+    compiled = backends.compile_cached(numba.cfunc, signature, error_model="numpy")(form)
     function = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(compiled.address)
     function.compiled = compiled  # type: ignore[attr-defined]  # its code must outlive it
     return function

@@ -3,28 +3,26 @@
 
 import torch
 
+from vllm_ext.kernels.tree_attention import TreeRows
+
 
 def tree_attention_ref(
     query: torch.Tensor,
     key_cache: torch.Tensor,
     value_cache: torch.Tensor,
     output: torch.Tensor,
-    block_table: torch.Tensor,
-    first_row: torch.Tensor,
-    num_rows: torch.Tensor,
-    context_len: torch.Tensor,
-    parents: torch.Tensor,
+    trees: TreeRows,
     scale: float,
 ) -> None:
     """See `vllm_ext.kernels.tree_attention.tree_attention`, which validates."""
     num_heads, (num_kv_heads, block_size) = query.shape[1], key_cache.shape[1:3]
     end = 0
     for request, (first, rows, context) in enumerate(
-        zip(first_row.tolist(), num_rows.tolist(), context_len.tolist(), strict=True)
+        zip(trees.first_row.tolist(), trees.num_rows.tolist(), trees.context_len.tolist(), strict=True)
     ):
         start, end = end, end + rows
         length = context + rows
-        blocks = block_table[request, : -(-length // block_size)].long()
+        blocks = trees.block_table[request, : -(-length // block_size)].long()
         # [blocks, heads, block, head] -> [heads, length, head], each KV head repeated for its query heads.
         keys, values = (
             cache[blocks]
@@ -36,7 +34,7 @@ def tree_attention_ref(
         )
         visible = torch.zeros(rows, length, dtype=torch.bool)
         visible[:, :context] = True
-        for row, parent in enumerate(parents[start:end].tolist()):
+        for row, parent in enumerate(trees.parents[start:end].tolist()):
             if parent >= 0:
                 visible[row, context:] = visible[parent, context:]
             visible[row, context + row] = True

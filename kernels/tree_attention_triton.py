@@ -2,18 +2,18 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
 """`tree_attention` on CUDA: one program for each request, KV head and tile of rows.
 
-A row's ancestors are bits: bit a of word w says that row ``32 * w + a`` is one, or the row itself. The kernel goes
-over the request's keys once, context and nodes alike, and looks up the bit only behind the context.
+Which nodes a row sees it reads from `TreeRows.ancestor_bits`. The kernel goes over the request's keys once, context
+and nodes alike, and looks up the bit only behind the context.
 """
 
 import os
 
-import numpy as np
 import torch
 import triton
 import triton.language as tl
 
-WORDS = 5  # of 32 rows each: the root and 128 nodes
+from vllm_ext.kernels.tree_attention import MAX_ROWS, TreeRows
+
 ROWS = 16  # the least tl.dot takes
 KEYS = 32  # of one step of the loop
 
@@ -23,37 +23,26 @@ def tree_attention_triton(
     key_cache: torch.Tensor,
     value_cache: torch.Tensor,
     output: torch.Tensor,
-    block_table: torch.Tensor,
-    first_row: torch.Tensor,
-    num_rows: torch.Tensor,
-    context_len: torch.Tensor,
-    parents: torch.Tensor,
+    trees: TreeRows,
     scale: float,
-    ancestors: torch.Tensor | None = None,
 ) -> None:
-    """See `vllm_ext.kernels.tree_attention.tree_attention`, which validates.
-
-    ``ancestors`` spares a copy from the device: `ancestor_bits` of the same trees, made once a step.
-    """
-    num_requests, num_heads, head_size = len(num_rows), query.shape[1], query.shape[2]
+    """See `vllm_ext.kernels.tree_attention.tree_attention`, which validates."""
+    num_requests, num_heads, head_size = len(trees.num_rows), query.shape[1], query.shape[2]
     num_kv_heads, block_size = key_cache.shape[1:3]
     group = num_heads // num_kv_heads
-    if ancestors is None:
-        ancestors = ancestor_bits(parents.cpu().numpy(), num_rows.cpu().numpy()).to(query.device)
-    row_start = torch.nn.functional.pad(num_rows.cumsum(0), (1, 0)).to(torch.int32)
     # A tree has at most 129 rows; programs behind a smaller one's end return at once.
-    tiles = _tiles(len(parents), num_requests, group)
+    tiles = _tiles(len(trees.parents), num_requests, group)
     _tree_attention[(num_requests, num_kv_heads, tiles)](
         query,
         key_cache,
         value_cache,
         output,
-        block_table,
-        first_row,
-        num_rows,
-        row_start,
-        context_len,
-        ancestors,
+        trees.block_table,
+        trees.first_row,
+        trees.num_rows,
+        trees.row_start,
+        trees.context_len,
+        trees.ancestor_bits,
         scale * 1.4426950408889634,
         query.stride(0),
         query.stride(1),
@@ -61,43 +50,22 @@ def tree_attention_triton(
         output.stride(1),
         *key_cache.stride(),
         *value_cache.stride(),
-        block_table.stride(0),
+        trees.block_table.stride(0),
         block_size,
         head_size,
         GROUP=group,
         HEAD=triton.next_power_of_2(head_size),
         ROWS=ROWS,
         KEYS=KEYS,
-        WORDS=WORDS,
+        WORDS=MAX_ROWS // 32,
         # Tensor cores take 16-bit operands as they are; the interpreter multiplies bfloat16's bits.
         WIDE=query.dtype == torch.float32 or os.environ.get("TRITON_INTERPRET") == "1",
     )
 
 
-def ancestor_bits(parents: np.ndarray, num_rows: np.ndarray) -> torch.Tensor:
-    """Which rows each row sees.
-
-    Args:
-        parents: int32 ``[sum(num_rows)]`` as in `tree_attention`.
-        num_rows: int32 ``[num_requests]``.
-
-    Returns:
-        int32 ``[sum(num_rows), WORDS]``, bit a of word w for row ``32 * w + a``.
-    """
-    bits = np.zeros((len(parents), WORDS), dtype=np.uint32)
-    start = 0
-    for rows in num_rows.tolist():
-        for row, parent in enumerate(parents[start : start + rows].tolist()):
-            if parent >= 0:
-                bits[start + row] = bits[start + parent]
-            bits[start + row, row // 32] |= np.uint32(1 << (row % 32))
-        start += rows
-    return torch.from_numpy(bits.view(np.int32))
-
-
 def _tiles(total_rows: int, num_requests: int, group: int) -> int:
     """Row tiles of the largest tree there can be among so many rows: known without asking the device."""
-    most = min(total_rows - num_requests + 1, WORDS * 32)
+    most = min(total_rows - num_requests + 1, MAX_ROWS)
     return -(-most * group // ROWS)
 
 

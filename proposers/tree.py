@@ -13,6 +13,18 @@ Int32 = npt.NDArray[np.int32]
 Float32 = npt.NDArray[np.float32]
 
 
+def num_ancestors(parents: Int32) -> Int32:
+    """int32 ``[num_nodes]``: how many ancestors each node has.
+
+    Args:
+        parents: int32 ``[num_nodes]`` of a forest, each smaller than the node's own index; -1 for none.
+    """
+    above: list[int] = []
+    for parent in parents.tolist():
+        above.append(0 if parent < 0 else above[parent] + 1)
+    return np.array(above, dtype=np.int32)
+
+
 @dataclass(frozen=True, slots=True)
 class DraftTree:
     """Draft nodes below the root (the last committed token, which is not a node).
@@ -124,10 +136,7 @@ class DraftTree:
 
     def depths(self) -> Int32:
         """int32 ``[num_nodes]``: how far below the root each node is; the root's children have 1."""
-        depths: list[int] = []
-        for parent in self.parents.tolist():
-            depths.append(1 if parent < 0 else depths[parent] + 1)
-        return np.array(depths, dtype=np.int32)
+        return num_ancestors(self.parents) + 1
 
     def best_chain(self) -> DraftTree:
         """From the root always the most probable child, down to a leaf."""

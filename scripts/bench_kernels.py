@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from vllm_ext.kernels.top_k import top_k_ids
-from vllm_ext.kernels.tree_attention import tree_attention, vec_layout
+from vllm_ext.kernels.tree_attention import TreeRows, tree_attention, vec_layout
 
 K = 8
 VOCABS = (32000, 49152, 128256, 151936)
@@ -111,22 +111,21 @@ def tree_attention_table(rounds: int) -> None:
                     dynamic_causal=None,
                     kv_cache_dtype="auto",
                 )
-                tree: dict[str, Any] = {
-                    "block_table": table,
-                    "first_row": torch.zeros(1, dtype=torch.int32),
-                    "num_rows": ends[1:],
-                    "context_len": torch.full((1,), context, dtype=torch.int32),
-                    "parents": (torch.arange(rows, dtype=torch.int32) + 1) // 2 - 1,  # a binary tree
-                    "scale": 0.125,
-                }
+                tree = TreeRows(
+                    block_table=table,
+                    first_row=torch.zeros(1, dtype=torch.int32),
+                    num_rows=torch.full((1,), rows, dtype=torch.int32),
+                    context_len=torch.full((1,), context, dtype=torch.int32),
+                    parents=(torch.arange(rows, dtype=torch.int32) + 1) // 2 - 1,  # a binary tree
+                )
                 ours, reference = torch.empty_like(query), torch.empty_like(query)
                 views = vec_layout(kv_cache)
-                tree_attention(query, *views, reference, **tree, backend="torch")
-                tree_attention(query, *views, ours, **tree)
+                tree_attention(query, *views, reference, tree, 0.125, backend="torch")
+                tree_attention(query, *views, ours, tree, 0.125)
                 torch.testing.assert_close(ours, reference)
                 calls: list[Callable[[], object]] = [
                     functools.partial(ops.cpu_attention_with_kv_cache, **stock),
-                    functools.partial(tree_attention, query, *views, ours, **tree),
+                    functools.partial(tree_attention, query, *views, ours, tree, 0.125),
                 ]
                 times: list[list[float]] = [[], []]
                 for _ in range(rounds):

@@ -66,6 +66,7 @@ def test_register_twice_wraps_once() -> None:
         ({"speculative_config": METHOD, "async_scheduling": True}, r"async_scheduling=True.*False"),
         ({"speculative_config": METHOD, "runner": "pooling"}, r"runner='pooling'.*generate"),
         ({"speculative_config": METHOD, "kv_offloading_size": 1.0}, r"KV connector.*unset"),
+        ({"speculative_config": METHOD, "enable_dbo": True}, r"microbatching \(--enable-dbo\).*must be off"),
     ],
 )
 def test_refusals_name_field_value_and_way_out(model_dir: str, options: dict[str, Any], says: str) -> None:
@@ -79,6 +80,25 @@ def test_kv_connector_is_refused(model_dir: str) -> None:
     connector = KVTransferConfig(kv_connector="ExampleConnector", kv_role="kv_both")
     with pytest.raises(ValueError, match=r"kv_transfer_config.*unset"):
         config_for(model_dir, speculative_config=METHOD, kv_transfer_config=connector)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "config"),
+    [
+        ("MambaForCausalLM", {"model_type": "mamba", "state_size": 16}),
+        (
+            "JambaForCausalLM",
+            {"model_type": "jamba", "num_attention_heads": 4, "num_key_value_heads": 2, "num_experts": 1},
+        ),
+    ],
+)
+def test_recurrent_models_are_refused(tmp_path: Path, architecture: str, config: dict[str, Any]) -> None:
+    common = {"hidden_size": 64, "num_hidden_layers": 8, "vocab_size": 100, "max_position_embeddings": 256}
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": [architecture], **common, **config}))
+    with pytest.raises(
+        ValueError, match=r"model '.*' has recurrent \(Mamba-like\) layers.*remove the method"
+    ):
+        config_for(str(tmp_path), speculative_config=METHOD, skip_tokenizer_init=True)
 
 
 def test_forced_v2_runner_is_refused(model_dir: str, monkeypatch: pytest.MonkeyPatch) -> None:

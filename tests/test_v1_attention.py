@@ -85,7 +85,7 @@ from functools import partial
 from vllm_ext import v1_attention
 from vllm_ext.v1_attention import TREES, TreeMetadata
 from vllm_ext.v1_attention_triton import TreeTritonAttentionImpl
-from vllm_ext.kernels.tree_attention import tree_attention
+from vllm_ext.kernels.tree_attention import TreeRows, tree_attention
 
 blocks, kv_heads, block_size, size, heads, rows, context = 6, 2, 16, 32, 4, 5, 37
 # In vLLM's logical order; in memory tokens come before heads.
@@ -93,18 +93,16 @@ cache = torch.randn(blocks, block_size, kv_heads, 2 * size).transpose(1, 2)
 impl = object.__new__(TreeTritonAttentionImpl)
 impl.scale = size**-0.5
 int32 = lambda *values: torch.tensor(values, dtype=torch.int32)
-trees = TreeMetadata(
+tree = TreeRows(
     block_table=int32(3, 1, 5)[None], first_row=int32(0), num_rows=int32(rows), context_len=int32(context),
-    parents=int32(-1, 0, 0, 1, 3), stock=None, stock_rows=None,
+    parents=int32(-1, 0, 0, 1, 3),
 )
 query = torch.randn(rows, heads, size)
 output, expected = torch.zeros_like(query), torch.zeros_like(query)
 v1_attention.tree_attention = partial(tree_attention, backend="triton")  # "auto" is numba for CPU tensors
-impl.forward(None, query, None, None, cache, SimpleNamespace(**{TREES: trees}), output)
+impl.forward(None, query, None, None, cache, SimpleNamespace(**{TREES: TreeMetadata(tree, None, None)}), output)
 tree_attention(
-    query, cache[..., :size], cache[..., size:], expected, block_table=trees.block_table,
-    first_row=trees.first_row, num_rows=trees.num_rows, context_len=trees.context_len, parents=trees.parents,
-    scale=impl.scale, backend="torch",
+    query, cache[..., :size], cache[..., size:], expected, tree, impl.scale, backend="torch",
 )
 assert (output - expected).abs().max() < 2e-6
 """

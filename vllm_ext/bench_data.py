@@ -21,6 +21,8 @@ PROMPT_FIELDS = ("messages", "turns", "question", "prompt")
 # How far below the top log-probability a token may lie and still be a tie: about what another order
 # of summation changes in a forward pass of 16 bits. float32 gets no such room.
 TIE_TOLERANCE = {"bfloat16": 0.25, "float16": 0.25}
+# bfloat16 logits of 16 to 32 lie 1/8 apart, so gaps of exactly 0.25 are common, and the softmax rounds them.
+GAP_ROUNDING = 1e-4
 
 T = TypeVar("T")
 
@@ -320,6 +322,7 @@ class Divergence:
         """Whether plain itself hardly tells the tokens apart. Ending early or late never is one."""
         if self.plain_token is None or self.method_token is None:
             return False
+        tolerance += GAP_ROUNDING if tolerance else 0.0
         return self.top_gap <= tolerance and self.gap <= tolerance
 
     def __str__(self) -> str:

@@ -13,7 +13,7 @@ import torch
 from vllm.v1.attention.backend import AttentionType
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-from vllm_ext.kernels.tree_attention import tree_attention
+from vllm_ext.kernels.tree_attention import TreeRows, tree_attention
 
 # The attribute of vLLM's attention metadata that carries ours.
 TREES = "vllm_ext_trees"
@@ -21,13 +21,9 @@ TREES = "vllm_ext_trees"
 
 @dataclass(frozen=True, slots=True)
 class TreeMetadata:
-    """The trees of one step for one group of layers; arguments of the kernel of the same names."""
+    """The trees of one step for one group of layers."""
 
-    block_table: torch.Tensor  # int32 [num_trees, max_blocks]
-    first_row: torch.Tensor  # int32 [num_trees]
-    num_rows: torch.Tensor  # int32 [num_trees]
-    context_len: torch.Tensor  # int32 [num_trees]
-    parents: torch.Tensor  # int32 [sum(num_rows)]
+    rows: TreeRows
     stock: Any  # vLLM's metadata of the other requests; None when there are none
     stock_rows: torch.Tensor | None  # int64: their query rows
 
@@ -70,19 +66,7 @@ class TreeAttention:
                 layer, query[rows], key[rows], value[rows], kv_cache, trees.stock, part, *args, **kwargs
             )
             output[rows] = part
-        key_cache, value_cache = self.kv_views(kv_cache)
-        tree_attention(
-            query,
-            key_cache,
-            value_cache,
-            output,
-            block_table=trees.block_table,
-            first_row=trees.first_row,
-            num_rows=trees.num_rows,
-            context_len=trees.context_len,
-            parents=trees.parents,
-            scale=self.scale,
-        )
+        tree_attention(query, *self.kv_views(kv_cache), output, trees.rows, self.scale)
         return output
 
 
@@ -102,20 +86,9 @@ def warm_up(layer: Any) -> None:
     """Compile the kernel for a layer's cache: one row over an empty context. Writes nothing into the cache."""
     impl, kv_cache = layer.impl, layer.kv_cache
     query = torch.zeros((1, impl.num_heads, impl.head_size), dtype=kv_cache.dtype, device=kv_cache.device)
-    key_cache, value_cache = impl.kv_views(kv_cache)
     zero = torch.zeros(1, dtype=torch.int32, device=kv_cache.device)
-    tree_attention(
-        query,
-        key_cache,
-        value_cache,
-        torch.empty_like(query),
-        block_table=zero[None],
-        first_row=zero,
-        num_rows=zero + 1,
-        context_len=zero,
-        parents=zero - 1,
-        scale=impl.scale,
-    )
+    rows = TreeRows(zero[None], first_row=zero, num_rows=zero + 1, context_len=zero, parents=zero - 1)
+    tree_attention(query, *impl.kv_views(kv_cache), torch.empty_like(query), rows, impl.scale)
 
 
 def layer_problem(layer: Any) -> str | None:

@@ -23,6 +23,7 @@ from vllm.utils.torch_utils import PIN_MEMORY
 from vllm.v1.sample.logits_processor import BUILTIN_LOGITS_PROCESSORS, LogitsProcessors
 
 from vllm_ext import v1_attention
+from vllm_ext.kernels.tree_attention import TreeRows
 from vllm_ext.proposers.tree import Int32
 from vllm_ext.v1_drafter import Drafter
 from vllm_ext.v1_sampler import TreeSampler
@@ -153,15 +154,14 @@ class SpeculativeRunner:
         stock = rows = None
         if len(others):
             stock, rows = self._stock_metadata(others, group, metadata, common)
-        return v1_attention.TreeMetadata(
+        tree_rows = TreeRows(
             block_table=metadata.block_table[_to(branching, self.device)],
             first_row=_to(trees.query_row[branching], self.device),
             num_rows=_to(num_rows[branching], self.device),
             context_len=_to(trees.context[branching], self.device),
             parents=_to(np.concatenate([trees.parents[trees.rows(i)] for i in branching]), self.device),
-            stock=stock,
-            stock_rows=rows,
         )
+        return v1_attention.TreeMetadata(tree_rows, stock, rows)
 
     def _stock_metadata(self, requests: Any, group: Any, metadata: Any, common: Any) -> tuple[Any, Any]:
         """vLLM's own metadata of some requests of the step, and the query rows they have."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from vllm_ext.proposers.tree import DraftTree, Int32
+from vllm_ext.proposers.tree import DraftTree, Int32, num_ancestors
 
 
 @dataclass(slots=True)
@@ -92,11 +92,8 @@ class StepTrees:
         query_rows, positions = [], []
         for request in self.branching:
             parents = self.parents[self.rows(request)]
-            depth = np.zeros_like(parents)
-            for row, parent in enumerate(parents.tolist()[1:], 1):
-                depth[row] = depth[parent] + 1
             query_rows.append(self.query_row[request] + np.arange(len(parents), dtype=np.int32))
-            positions.append(self.context[request] + depth)
+            positions.append(self.context[request] + num_ancestors(parents))
         return np.concatenate(query_rows), np.concatenate(positions)
 
     def moves(self) -> tuple[Int32, Int32]:

@@ -216,7 +216,7 @@ def test_selected_are_sorted_distinct_and_unbeaten(backend: Backend, data: st.Da
         (torch.zeros(2, 5), 6, "auto", r"k=6 must be from 1 to min\(vocab=5, 32\)"),
         (torch.zeros(2, 50), 33, "auto", r"k=33 must be .*use torch\.topk"),
         (torch.zeros(2, 5), 1, "cuda", r"backend='cuda' must be 'auto', 'torch', 'numba' or"),
-        (torch.zeros(2, 5, device="meta"), 1, "numba", r"'numba' takes CPU logits, .*=meta"),
+        (torch.zeros(2, 5, device="meta"), 1, "numba", r"'numba' takes CPU tensors, .*meta"),
     ],
 )
 def test_what_it_refuses(logits: torch.Tensor, k: int, backend: Any, message: str) -> None:
@@ -227,7 +227,7 @@ def test_what_it_refuses(logits: torch.Tensor, k: int, backend: Any, message: st
 class TestInTheParentProcess:
     def test_triton_refuses_cpu_logits_without_the_interpreter(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-        with pytest.raises(ValueError, match=r"'triton' takes CUDA .*=cpu; .*TRITON_INTERPRET=1"):
+        with pytest.raises(ValueError, match=r"'triton' takes CUDA .* cpu; .*TRITON_INTERPRET=1"):
             top_k_ids(torch.zeros(2, 5), 1, "triton")
 
     def test_import_and_use_on_the_cpu_load_no_other_backend(self) -> None:
@@ -242,25 +242,6 @@ assert "vllm_ext.kernels.top_k_numba" in sys.modules
 assert "vllm_ext.kernels.top_k_triton" not in sys.modules
 """
         subprocess.run([sys.executable, "-c", code], check=True)
-
-    def test_numba_form_works_where_nothing_can_be_cached(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        import numba
-
-        from vllm_ext.kernels import top_k_numba
-
-        njit = numba.njit
-
-        def no_locator(*args: Any, cache: bool = False, **kwargs: Any) -> Any:
-            if cache:
-                raise RuntimeError("cannot cache function: no locator available")
-            return njit(*args, **kwargs)
-
-        monkeypatch.setattr(numba, "njit", no_locator)
-        top_k_numba._compiled.cache_clear()
-        try:
-            check(random_logits(2, 300, torch.float32), 8, "numba")
-        finally:
-            top_k_numba._compiled.cache_clear()
 
     def test_the_triton_form_passes_this_file_through_the_interpreter(self) -> None:
         env = os.environ | {"TOP_K_TEST_BACKEND": "triton", "TRITON_INTERPRET": "1"}

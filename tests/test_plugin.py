@@ -68,7 +68,6 @@ def test_register_twice_wraps_once() -> None:
         ({"speculative_config": METHOD, "async_scheduling": True}, r"async_scheduling=True.*False"),
         ({"speculative_config": METHOD, "runner": "pooling"}, r"runner='pooling'.*generate"),
         ({"speculative_config": METHOD, "kv_offloading_size": 1.0}, r"KV connector.*unset"),
-        ({"speculative_config": METHOD, "enable_dbo": True}, r"microbatching \(--enable-dbo\).*must be off"),
     ],
 )
 def test_refusals_name_field_value_and_way_out(model_dir: str, options: dict[str, Any], says: str) -> None:
@@ -98,9 +97,16 @@ def test_recurrent_models_are_refused(tmp_path: Path, architecture: str, config:
     common = {"hidden_size": 64, "num_hidden_layers": 8, "vocab_size": 100, "max_position_embeddings": 256}
     (tmp_path / "config.json").write_text(json.dumps({"architectures": [architecture], **common, **config}))
     with pytest.raises(
-        ValueError, match=r"model '.*' has recurrent \(Mamba-like\) layers.*remove the method"
+        ValueError, match=r"model '.*': it has recurrent \(Mamba-like\) layers.*remove the method"
     ):
         config_for(str(tmp_path), speculative_config=METHOD, skip_tokenizer_init=True)
+
+
+def test_microbatching_is_refused(model_dir: str) -> None:
+    vllm_config = config_for(model_dir, speculative_config=METHOD)
+    vllm_config.parallel_config.enable_dbo = True  # afterwards: vLLM turns it off on a CPU
+    with pytest.raises(ValueError, match=r"microbatching \(--enable-dbo\): it must be off"):
+        compat.check_vllm_config(vllm_config, "token_recycling")
 
 
 def test_forced_v2_runner_is_refused(model_dir: str, monkeypatch: pytest.MonkeyPatch) -> None:

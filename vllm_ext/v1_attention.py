@@ -88,7 +88,8 @@ def warm_up(layer: Any) -> None:
     query = torch.zeros((1, impl.num_heads, impl.head_size), dtype=kv_cache.dtype, device=kv_cache.device)
     zero = torch.zeros(1, dtype=torch.int32, device=kv_cache.device)
     rows = TreeRows(zero[None], first_row=zero, num_rows=zero + 1, context_len=zero, parents=zero - 1)
-    tree_attention(query, *impl.kv_views(kv_cache), torch.empty_like(query), rows, impl.scale)
+    key_cache, value_cache = impl.kv_views(kv_cache)
+    tree_attention(query, key_cache, value_cache, torch.empty_like(query), rows, impl.scale)
 
 
 def layer_problem(layer: Any) -> str | None:

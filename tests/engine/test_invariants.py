@@ -24,11 +24,10 @@ import numpy as np
 import pytest
 import torch
 from helpers import assert_same_outputs, own_prompts
-from test_sampling_matrix import chat
+from vllm import SamplingParams
 
 pytestmark = pytest.mark.engine
 
-GREEDY = {"temperature": 0, "ignore_eos": True}
 POISON = 1e4  # finite: stock kernels multiply what is behind the last token by 0
 SIZES = (0, 12, 1, 0, 5)
 
@@ -185,7 +184,12 @@ def read(worker: Any, name: str) -> Any:
 
 
 def run(llm: Any, prompts: list[str], batch_size: int = 4, tokens: int = 40) -> list[list[int]]:
-    return [list(output.token_ids) for output in chat(llm, prompts, batch_size, [GREEDY], tokens)]
+    params = SamplingParams(temperature=0, ignore_eos=True, max_tokens=tokens)
+    answers: list[list[int]] = []
+    for start in range(0, len(prompts), batch_size):
+        batch = [[{"role": "user", "content": text}] for text in prompts[start : start + batch_size]]
+        answers += [list(o.outputs[0].token_ids) for o in llm.chat(batch, params, use_tqdm=False)]
+    return answers
 
 
 @pytest.fixture(scope="module")

@@ -500,8 +500,8 @@ assert not {m for m in loaded if m.startswith(("numba", "triton"))}, loaded
             dynamic_causal=None,
             **cache_arguments,
         )
-        integers = ints([0]), ints([rows]), ints([context]), ints(chain(rows))
-        case = Case(query, keys, values, table, *integers, head_size**-0.5)
+        trees = TreeRows(table, ints([0]), ints([rows]), ints([context]), ints(chain(rows)))
+        case = Case(query, keys, values, trees, head_size**-0.5)
         # vLLM rounds the weights of 16-bit dtypes to those 16 bits.
         tolerance = {torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}[dtype]
         torch.testing.assert_close(case.run("numba"), stock, atol=tolerance, rtol=tolerance)

@@ -93,3 +93,14 @@ def recycling_llm(model_dir: str) -> Iterator[Any]:
     llm = LLM(model_dir, speculative_config=method, **ENGINE_OPTIONS)
     yield llm
     llm.llm_engine.engine_core.shutdown()
+
+
+@pytest.fixture(scope="session")
+def hybrid_llm(model_dir: str) -> Iterator[Any]:
+    """A float32 engine with all drafters that need nothing, fused."""
+    from vllm import LLM
+
+    method = {"method": "hybrid", "num_speculative_tokens": 12, "budget": "fixed"}
+    llm = LLM(model_dir, speculative_config=method, **ENGINE_OPTIONS)
+    yield llm
+    llm.llm_engine.engine_core.shutdown()

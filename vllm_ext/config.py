@@ -113,6 +113,8 @@ def _explain(method: str, options: type[MethodOptions], error: ValidationError) 
         field = ".".join(str(part) for part in problem["loc"])
         if problem["type"] == "extra_forbidden":
             lines.append(f"unknown option {field}={problem['input']!r}")
+        elif problem["type"] == "value_error":  # a validator's own words
+            lines.append(f"{field}={problem['input']!r}: {problem['ctx']['error']}")
         else:
             lines.append(f"{field}={problem['input']!r} is not allowed; allowed: {allowed[field]}")
     known = "; ".join(f"{name}: {text}" for name, text in allowed.items())

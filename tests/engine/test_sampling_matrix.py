@@ -91,12 +91,18 @@ def test_option(plain_llm: Any, recycling_llm: Any, name: str) -> None:
     compare(expected[:per_prompt], chat(recycling_llm, prompts[:1], 1, [OPTIONS[name]], 24))
 
 
-def test_all_options_in_one_batch(plain_llm: Any, recycling_llm: Any) -> None:
+@pytest.mark.parametrize("fixture", ["recycling_llm", "hybrid_llm"])
+def test_all_options_in_one_batch(plain_llm: Any, fixture: str, request: pytest.FixtureRequest) -> None:
     """Requests with different options share steps, and none changes another's output."""
+    llm = request.getfixturevalue(fixture)
     names = [name for name in OPTIONS if name != "n"]
     prompts = [own_prompts()[i % 8] for i in range(len(names))]
     options = [OPTIONS[name] for name in names]
-    compare(chat(plain_llm, prompts, 16, options), chat(recycling_llm, prompts, 16, options))
+    before = counters(llm)
+    compare(chat(plain_llm, prompts, 16, options), chat(llm, prompts, 16, options))
+    after = counters(llm)
+    assert after["spec_accepted_tokens"] - before["spec_accepted_tokens"] > 100
+    assert after["fallbacks:proposer_error"] == 0
 
 
 def test_json_schema_among_free_requests(plain_llm: Any, recycling_llm: Any) -> None:

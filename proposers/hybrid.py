@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Several drafters at once: their trees as one, every node with a probability learnt for who proposed it.
+
+Each drafter judges itself by its own classes, and none knows of the others. What counts here is the set of
+drafters that propose a node, the largest chance one of them gives it after its parent, in bins, and its depth: how
+often such nodes were right is counted as the requests go on, with older counts fading. So a drafter that
+promises too much is discounted, and agreement counts for what it is worth on this very text.
+
+Source: the fusion of retrieval and drafter trees along common prefixes of RASD, arXiv 2503.03434. Deviations: any
+set of drafters, one learnt estimate in the place of fixed shares of the budget, no pruning by a draft model's
+first distribution (there is none among these drafters).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import numpy as np
+from pydantic import Field, ValidationError, field_validator
+
+from vllm_ext.kernels.best_first_tree import Float64, UInt8, judge_tree
+from vllm_ext.kernels.fuse_trees import fuse_trees
+from vllm_ext.proposers import registry
+from vllm_ext.proposers.base import MethodOptions, Proposer, Request, VerifiedRows
+from vllm_ext.proposers.tree import DraftTree, Float32, Int32
+
+BOUNDS: Float32 = np.array(
+    [0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.96], np.float32
+)  # between bins
+NUM_DEPTHS = 4  # the deeper ones count as the last
+MAX_DRAFTERS = 4  # 15 sets times 13 bins are 195 groups; a group is a byte
+# An estimate is hits over trials, as in Token Recycling. Prior: a bin's middle, for one drafter; every further one
+# that agrees takes a third off the doubt.
+FADE = 0.995
+PRIOR_TRIALS = 8.0
+AGREEMENT = 2 / 3
+
+
+class HybridOptions(MethodOptions):
+    """Options of ``hybrid``."""
+
+    drafters: list[dict[str, Any] | str] = Field(
+        default=["token_recycling", "suffix_tree"],
+        min_length=1,
+        max_length=MAX_DRAFTERS,
+        description='names of methods, or objects with their options: {"method": NAME, OPTION: VALUE, ...}',
+    )
+
+    @field_validator("drafters")
+    @classmethod
+    def _known(cls, drafters: list[dict[str, Any] | str]) -> list[dict[str, Any] | str]:
+        for drafter in drafters:
+            make_options(drafter)
+        return drafters
+
+
+def make_options(drafter: dict[str, Any] | str) -> tuple[type[Proposer], MethodOptions]:
+    """The class of one drafter, and its options, checked.
+
+    Raises:
+        ValueError: an unknown method, or an option that its method does not have or allow.
+    """
+    options = {"method": drafter} if isinstance(drafter, str) else dict(drafter)
+    name = options.pop("method", None)
+    if name == "hybrid":
+        raise ValueError("drafters: 'hybrid' cannot be one of its own drafters; name the methods themselves")
+    if not isinstance(name, str) or name not in registry.METHODS:
+        raise ValueError(registry.unknown_method(name, [m for m in registry.METHODS if m != "hybrid"]))
+    for field in MethodOptions.model_fields:
+        if field in options:
+            raise ValueError(f"drafters: {field} is an option of the whole; move it out of {name}'s")
+    proposer = registry.load_method(name)
+    try:
+        return proposer, proposer.Options.model_validate(options)
+    except ValidationError as error:
+        problems = [
+            f"{name}.{'.'.join(map(str, problem['loc']))}={problem['input']!r}: {problem['msg']}"
+            for problem in error.errors(include_url=False)
+        ]
+        raise ValueError(
+            f"drafters: {'; '.join(problems)}; its options are {', '.join(options_of(proposer))}"
+        ) from error
+
+
+def options_of(proposer: type[Proposer]) -> list[str]:
+    """What may stand in a drafter's object."""
+    return [name for name in proposer.Options.model_fields if name not in MethodOptions.model_fields]
+
+
+class Hybrid(Proposer):
+    """The union of several proposers' trees.
+
+    Args:
+        drafters: up to four.
+    """
+
+    summary: ClassVar[str] = "several drafters' trees as one, weighed by what each was worth so far"
+    paper: ClassVar[str] = "arXiv 2503.03434"
+    Options: ClassVar[type[MethodOptions]] = HybridOptions
+
+    def __init__(self, drafters: Sequence[Proposer]) -> None:
+        self.drafters = list(drafters)
+        self.verified_top_k = max(drafter.verified_top_k for drafter in drafters)
+        middles = (np.array([0.0, *BOUNDS]) + np.array([*BOUNDS, 1.0])) / 2
+        agreeing = np.array([mask.bit_count() for mask in range(1, 1 << len(self.drafters))])
+        prior = 1.0 - (1.0 - middles) * AGREEMENT ** (agreeing[:, None] - 1)
+        # [sets of drafters, bins, depths]
+        self.trials: Float64 = np.full((*prior.shape, NUM_DEPTHS), PRIOR_TRIALS)
+        self.hits: Float64 = self.trials * prior[:, :, None]
+        self._drafted: dict[str, tuple[Int32, Int32, UInt8]] = {}  # tokens, parents, groups
+
+    @classmethod
+    def from_options(cls, options: HybridOptions, vocab_size: int) -> Hybrid:
+        """See `Proposer.from_options`."""
+        made = [make_options(drafter) for drafter in options.drafters]
+        return cls([proposer.from_options(own, vocab_size) for proposer, own in made])
+
+    @property
+    def memory_bytes(self) -> int:
+        """All drafters' and the counts."""
+        return sum(d.memory_bytes for d in self.drafters) + self.hits.nbytes + self.trials.nbytes
+
+    @property
+    def estimates(self) -> Float32:
+        """float32 ``[sets, bins, depths]``: how often a node is accepted when its parent was."""
+        return (self.hits / self.trials).astype(np.float32)
+
+    def start(self, request: Request) -> None:
+        """See `Proposer.start`."""
+        for drafter in self.drafters:
+            drafter.start(request)
+
+    def observe(self, rows: VerifiedRows) -> None:
+        """Judge the fused trees of the last `propose`, and let every drafter learn."""
+        hits, trials = self.hits.reshape(-1, NUM_DEPTHS), self.trials.reshape(-1, NUM_DEPTHS)
+        for request_id, emitted in zip(rows.request_ids, rows.emitted, strict=True):
+            if emitted and (drafted := self._drafted.pop(request_id, None)) is not None:
+                judge_tree(*drafted, np.array(emitted, np.int32), hits, trials, FADE)
+        for drafter in self.drafters:
+            width = drafter.verified_top_k
+            drafter.observe(
+                rows
+                if width == self.verified_top_k
+                else replace(rows, top_ids=rows.top_ids[:, :width], top_logits=rows.top_logits[:, :width])
+            )
+
+    def propose(self, requests: Sequence[Request]) -> list[DraftTree]:
+        """The most probable nodes of all drafters' trees together."""
+        proposals = zip(*(drafter.propose(requests) for drafter in self.drafters), strict=True)
+        estimates = self.estimates
+        fused = []
+        for request, trees in zip(requests, proposals, strict=True):
+            tokens, parents, probabilities, groups = fuse_trees(
+                np.concatenate([tree.tokens for tree in trees]),
+                np.concatenate([tree.parents for tree in trees]),
+                np.concatenate([tree.probabilities for tree in trees]),
+                np.cumsum([0, *map(len, trees)], dtype=np.int32),
+                estimates,
+                BOUNDS,
+                request.budget_tokens,
+            )
+            self._drafted[request.request_id] = tokens, parents, groups
+            fused.append(DraftTree(tokens, parents, probabilities))
+        return fused
+
+    def finish(self, request_id: str) -> None:
+        """See `Proposer.finish`."""
+        self._drafted.pop(request_id, None)
+        for drafter in self.drafters:
+            drafter.finish(request_id)
+
+    def warm_up(self) -> None:
+        """Compile what would else stall the first request."""
+        for drafter in self.drafters:
+            drafter.warm_up()
+        token, root, chance = np.zeros(1, np.int32), np.full(1, -1, np.int32), np.ones(1, np.float32)
+        start = np.array([0, 1], np.int32)
+        tree = fuse_trees(token, root, chance, start, self.estimates, BOUNDS, budget=1)
+        hits, trials = self.hits.copy(), self.trials.copy()
+        counts = hits.reshape(-1, NUM_DEPTHS), trials.reshape(-1, NUM_DEPTHS)
+        judge_tree(tree[0], tree[1], tree[3], token, *counts, FADE)

@@ -1,0 +1,226 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fusion of several drafters' trees: the union as a trie, and what each drafter turns out to be worth."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from vllm_ext.kernels.fuse_trees import fuse_trees
+from vllm_ext.kernels.fuse_trees_ref import fuse_trees_ref
+from vllm_ext.proposers.base import MethodOptions, Proposer, Request, Sampling, VerifiedRows
+from vllm_ext.proposers.hybrid import BOUNDS, NUM_DEPTHS, Hybrid, HybridOptions
+from vllm_ext.proposers.tree import DraftTree
+
+GREEDY = Sampling(temperature=0.0, top_p=1.0, top_k=0, min_p=0.0, seed=None)
+
+
+class Scripted(Proposer):
+    """Proposes what it is told to."""
+
+    def __init__(self, tree: DraftTree, width: int = 0) -> None:
+        self.tree = tree
+        self.verified_top_k = width
+        self.rows: list[VerifiedRows] = []
+        self.finished: list[str] = []
+
+    @classmethod
+    def from_options(cls, options: MethodOptions, vocab_size: int) -> Scripted:
+        raise NotImplementedError
+
+    @property
+    def memory_bytes(self) -> int:
+        return 1000
+
+    def observe(self, rows: VerifiedRows) -> None:
+        self.rows.append(rows)
+
+    def propose(self, requests: Sequence[Request]) -> list[DraftTree]:
+        return [self.tree.prefix(request.budget_tokens) for request in requests]
+
+    def finish(self, request_id: str) -> None:
+        self.finished.append(request_id)
+
+
+def tree(tokens: list[int], parents: list[int], probabilities: list[float]) -> DraftTree:
+    made = DraftTree(
+        np.array(tokens, np.int32), np.array(parents, np.int32), np.array(probabilities, np.float32)
+    )
+    made.validate()
+    return made
+
+
+def request(budget: int = 16, name: str = "r") -> Request:
+    return Request(name, np.array([1, 2], np.int32), 2, budget, 99, GREEDY)
+
+
+def verified(emitted: list[int], width: int = 0, name: str = "r") -> VerifiedRows:
+    return VerifiedRows(
+        [name],
+        np.array([0, 1], np.int32),
+        np.array([2], np.int32),
+        np.array([-1], np.int32),
+        np.array([True]),
+        np.arange(width, dtype=np.int32)[None],
+        np.zeros((1, width), np.float32),
+        [emitted],
+    )
+
+
+def paths(of: DraftTree) -> dict[tuple[int, ...], float]:
+    found: list[tuple[int, ...]] = []
+    for token, parent in zip(of.tokens.tolist(), of.parents.tolist(), strict=True):
+        found.append((*(found[parent] if parent >= 0 else ()), token))
+    return dict(zip(found, of.probabilities.tolist(), strict=True))
+
+
+@st.composite
+def trees(draw: st.DrawFn) -> DraftTree:
+    """Any valid tree over a few tokens; probabilities are eighths, so that equal ones are common."""
+    nodes: dict[tuple[int, ...], float] = {}
+    for _ in range(draw(st.integers(0, 10))):
+        above = draw(st.sampled_from([(), *nodes]))
+        path = (*above, draw(st.integers(0, 3)))
+        nodes.setdefault(path, draw(st.integers(0, 8)) / 8 * (nodes[above] if above else 1.0))
+    place = {path: i for i, path in enumerate(nodes)}
+    return DraftTree.from_nodes(
+        np.array([path[-1] for path in nodes], np.int32),
+        np.array([place.get(path[:-1], -1) for path in nodes], np.int32),
+        np.array(list(nodes.values()), np.float32),
+    )
+
+
+@given(st.lists(trees(), min_size=1, max_size=3), st.integers(-1, 40), st.integers(0, 99))
+@settings(deadline=None)
+def test_fusion_equals_the_reference(parts: list[DraftTree], budget: int, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    shape = (2 ** len(parts) - 1, 3, 2)
+    estimates = rng.choice(np.array([0, 0.25, 0.5, 0.75, 1.0], np.float32), shape)
+    bounds = np.array([0.3, 0.7], np.float32)
+    fused = fuse_trees(
+        np.concatenate([part.tokens for part in parts]),
+        np.concatenate([part.parents for part in parts]),
+        np.concatenate([part.probabilities for part in parts]),
+        np.cumsum([0, *map(len, parts)], dtype=np.int32),
+        estimates,
+        bounds,
+        budget,
+    )
+    expected = fuse_trees_ref(
+        [(p.tokens.tolist(), p.parents.tolist(), p.probabilities.tolist()) for p in parts],
+        estimates,
+        bounds.tolist(),
+        budget,
+    )
+    assert list(zip(*(part.tolist() for part in fused), strict=True)) == expected
+    DraftTree(*fused[:3]).validate()
+    if budget >= sum(map(len, parts)):  # the union, no more and no less
+        assert set(paths(DraftTree(*fused[:3]))) == set().union(*(paths(part) for part in parts))
+
+
+def test_fusion_with_nothing_keeps_the_paths() -> None:
+    chain = tree([5, 6, 7], [-1, 0, 1], [0.9, 0.8, 0.2])
+    for parts in ([chain, DraftTree.empty()], [DraftTree.empty(), chain]):
+        fused = Hybrid([Scripted(part) for part in parts]).propose([request()])[0]
+        assert set(paths(fused)) == set(paths(chain))
+    assert len(Hybrid([Scripted(DraftTree.empty())]).propose([request()])[0]) == 0
+
+
+def test_agreement_counts_and_common_prefixes_are_shared() -> None:
+    hybrid = Hybrid(
+        [Scripted(tree([5, 6], [-1, 0], [0.5, 0.4])), Scripted(tree([7, 5, 8], [-1, -1, 1], [0.5, 0.5, 0.4]))]
+    )
+    chances = paths(hybrid.propose([request()])[0])
+    assert set(chances) == {(5,), (7,), (5, 6), (5, 8)}
+    assert chances[5,] > chances[7,]
+    assert [len(part) for part in hybrid.propose([request(2), request(0)])] == [2, 0]
+
+
+def test_the_estimates_learn_who_is_right() -> None:
+    """Two drafters promise 0.85; one is right 70 % of the time, the other 10 %, both at once never."""
+    hybrid = Hybrid([Scripted(tree([5], [-1], [0.85])), Scripted(tree([6], [-1], [0.85]))])
+    rng = np.random.default_rng(0)
+    for _ in range(2000):
+        hybrid.propose([request()])
+        hybrid.observe(verified([int(rng.choice([5, 6, 7], p=[0.7, 0.1, 0.2]))]))
+    chances = paths(hybrid.propose([request()])[0])
+    # A fading mean has the variance p (1 - p) (1 - fade) / (1 + fade): 4 sigma are 0.1 at most.
+    assert chances[5,] == pytest.approx(0.7, abs=0.1)
+    assert chances[6,] == pytest.approx(0.1, abs=0.06)
+
+
+def test_a_tree_is_judged_once_and_forgotten_with_its_request() -> None:
+    part = Scripted(tree([5], [-1], [0.5]))
+    hybrid = Hybrid([part])
+    hybrid.propose([request()])
+    hybrid.observe(verified([]))  # an unfinished prompt says nothing
+    before = hybrid.trials.sum()
+    hybrid.observe(verified([5]))
+    after = hybrid.trials.sum()
+    assert after > before
+    hybrid.observe(verified([5]))
+    assert hybrid.trials.sum() == after
+    hybrid.propose([request()])
+    hybrid.finish("r")
+    hybrid.finish("never seen")
+    hybrid.observe(verified([5]))
+    assert hybrid.trials.sum() == after
+    assert part.finished == ["r", "never seen"]
+
+
+def test_each_drafter_sees_as_many_logits_as_it_asked_for() -> None:
+    parts = [Scripted(DraftTree.empty(), 2), Scripted(DraftTree.empty(), 5), Scripted(DraftTree.empty())]
+    hybrid = Hybrid(parts)
+    assert hybrid.verified_top_k == 5
+    hybrid.observe(verified([3], width=5))
+    assert [part.rows[0].top_ids.tolist() for part in parts] == [[[0, 1]], [[0, 1, 2, 3, 4]], [[]]]
+    assert [part.rows[0].top_logits.shape for part in parts] == [(1, 2), (1, 5), (1, 0)]
+
+
+def test_there_is_a_group_for_every_set_of_drafters_in_a_byte() -> None:
+    most = HybridOptions.model_json_schema()["properties"]["drafters"]["maxItems"]
+    assert ((1 << most) - 1) * (len(BOUNDS) + 1) <= 256
+    assert Hybrid([Scripted(DraftTree.empty())] * most).estimates.shape[2] == NUM_DEPTHS
+
+
+def test_warm_up_changes_nothing() -> None:
+    hybrid = Hybrid([Scripted(DraftTree.empty())])
+    before = hybrid.hits.copy(), hybrid.trials.copy()
+    hybrid.warm_up()
+    assert (hybrid.hits == before[0]).all()
+    assert (hybrid.trials == before[1]).all()
+
+
+def test_options_make_the_drafters() -> None:
+    options = HybridOptions.model_validate(
+        {"drafters": ["token_recycling", {"method": "token_recycling", "matrix_width": 3}]}
+    )
+    hybrid = Hybrid.from_options(options, 100)
+    assert [drafter.verified_top_k for drafter in hybrid.drafters] == [8, 3]
+    assert hybrid.memory_bytes > sum(drafter.memory_bytes for drafter in hybrid.drafters)
+
+
+@pytest.mark.parametrize(
+    ("drafters", "says"),
+    [
+        (["token_recyclin"], r"unknown method 'token_recyclin'.*Did you mean 'token_recycling'"),
+        (["hybrid"], r"'hybrid' cannot be one of its own"),
+        ([{"matrix_width": 3}], r"unknown method None"),
+        (
+            [{"method": "token_recycling", "matrix_width": 0}],
+            r"token_recycling\.matrix_width=0: .*options are",
+        ),
+        ([{"method": "token_recycling", "budget": "fixed"}], r"budget is an option of the whole"),
+        ([], r"at least 1"),
+        (["token_recycling"] * 5, r"at most 4"),
+    ],
+)
+def test_what_it_refuses(drafters: list[Any], says: str) -> None:
+    with pytest.raises(ValidationError, match=says):
+        HybridOptions.model_validate({"drafters": drafters})

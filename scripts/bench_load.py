@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The goodput budget under load: plain, goodput and fixed budgets side by side at several batch sizes, in one run.
 
-Two engines, plain and Token Recycling, take turns; the second one's budget is switched between runs, and its memory
-is put back to what it was after a warm-up on other prompts, so that no run profits from an earlier one on the same
-prompts. Every run at a batch size asks the same prompts, that many at a time.
+Two engines, plain and Token Recycling, take turns on the same prompts, as many as the batch has; the second one's
+budget is switched between turns, and its memory is put back to what it was after a warm-up on other prompts, so that
+no turn profits from an earlier one. Figures are medians over rounds of the ratio to the same round's plain.
 
     .venv/bin/python scripts/bench_load.py --model MODEL --prompts FILE.jsonl --json OUT.json
 """
@@ -48,9 +48,9 @@ def main() -> None:
     parser.add_argument("--model", required=True)
     parser.add_argument("--prompts", type=Path, required=True, help="JSON lines with turns or prompt")
     parser.add_argument("--batch-sizes", default="1,2,4,8,16,32")
-    parser.add_argument("--fixed", default="1,2,4,8,16", help="fixed budgets to compare with")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--max-tokens", type=int, default=64)
+    parser.add_argument("--fixed", default="1,2,4,8", help="fixed budgets to compare with")
+    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--max-tokens", type=int, default=48)
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
@@ -60,7 +60,7 @@ def main() -> None:
     lines = [json.loads(line) for line in arguments.prompts.read_text().splitlines()]
     texts = [line["turns"][0] if "turns" in line else line["prompt"] for line in lines]
     batch_sizes = [int(size) for size in arguments.batch_sizes.split(",")]
-    count = max(4, *batch_sizes)
+    count = max(8, *batch_sizes)
     texts = [texts[i * len(texts) // (2 * count)] for i in range(2 * count)]
     warm_up, texts = texts[::2], texts[1::2]
 
@@ -76,33 +76,34 @@ def main() -> None:
     trees = LLM(arguments.model, speculative_config=method, disable_log_stats=False, **options)
     params = SamplingParams(temperature=0, max_tokens=arguments.max_tokens, ignore_eos=True)
 
-    def ask(llm: Any, prompts: list[str], batch_size: int) -> float:
-        """Seconds from the first request to the last answer, ``batch_size`` at a time."""
+    def ask(llm: Any, prompts: list[str]) -> float:
+        """Tokens per second from the requests to the last answer."""
+        batch = [[{"role": "user", "content": text}] for text in prompts]
         started = time.perf_counter()
-        for start in range(0, len(prompts), batch_size):
-            batch = [[{"role": "user", "content": text}] for text in prompts[start : start + batch_size]]
-            llm.chat(batch, params, use_tqdm=False)
-        return time.perf_counter() - started
+        llm.chat(batch, params, use_tqdm=False)
+        return float(len(prompts) * arguments.max_tokens / (time.perf_counter() - started))
 
-    ask(plain, warm_up[:4], 4)
-    ask(trees, warm_up, 4)
+    for start in range(0, len(warm_up), 4):
+        ask(trees, warm_up[start : start + 4])
+    ask(plain, warm_up[:4])
     trees.collective_rpc(save_memory)
     kinds: list[Any] = ["plain", None, *(int(nodes) for nodes in arguments.fixed.split(","))]
     table = []
     for batch_size in batch_sizes:
-        prompts = texts[: max(4, batch_size)]
-        tokens = len(prompts) * arguments.max_tokens
         rates: dict[Any, list[float]] = {kind: [] for kind in kinds}
         nodes: dict[Any, list[float]] = {kind: [] for kind in kinds}
         for number in range(arguments.rounds):
-            for kind in kinds if number % 2 == 0 else kinds[::-1]:
+            # All take turns on the same few prompts, in an order that rotates: the machine changes by the minute.
+            first = number * batch_size % (len(texts) - batch_size + 1)
+            turn = number % len(kinds)
+            for kind in kinds[turn:] + kinds[:turn]:
                 time.sleep(1.2)  # vLLM's CPU workers spin for a second after their last message
                 if kind == "plain":
-                    rates[kind].append(tokens / ask(plain, prompts, batch_size))
+                    rates[kind].append(ask(plain, texts[first : first + batch_size]))
                     continue
                 trees.collective_rpc(set_budget, args=(kind,))
                 before = trees.collective_rpc("vllm_ext_counters")[0]
-                rates[kind].append(tokens / ask(trees, prompts, batch_size))
+                rates[kind].append(ask(trees, texts[first : first + batch_size]))
                 after = trees.collective_rpc("vllm_ext_counters")[0]
                 new = {name: after[name] - before[name] for name in after}
                 nodes[kind].append(new["spec_draft_tokens"] / new["spec_steps"])
@@ -120,8 +121,10 @@ def main() -> None:
             }
         best = max((row[f"fixed {kind}"]["speedup"], f"fixed {kind}") for kind in kinds[2:])
         best = max(best, (1.0, "none"))
+        others = rates["plain"] if best[1] == "none" else rates[int(best[1].removeprefix("fixed "))]
         row["best_fixed"] = best[1]
-        row["goodput_over_best_fixed"] = row["goodput"]["speedup"] / best[0]
+        pairs = [goodput / other for goodput, other in zip(rates[None], others, strict=True)]
+        row["goodput_over_best_fixed"] = statistics.median(pairs)
         table.append(row)
         cells = ", ".join(
             f"{name} {value['speedup']:.2f}" for name, value in row.items() if isinstance(value, dict)

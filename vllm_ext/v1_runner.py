@@ -31,7 +31,8 @@ from vllm_ext.v1_trees import StepTrees
 
 logger = init_logger("vllm.vllm_ext")
 
-CALIBRATION_RUNS = 3  # the fastest counts: noise only adds
+CALIBRATION_RUNS = 3  # of each size; the fastest counts: noise only adds
+CALIBRATION_SECONDS = 4.0  # after which no more sizes are begun, the powers of two aside
 
 
 class SpeculativeRunner:
@@ -91,10 +92,15 @@ class SpeculativeRunner:
         budget, scheduler = self.drafter.budget, runner.scheduler_config
         if budget is None:
             return
-        most = min(scheduler.max_num_seqs * (1 + budget.ceiling), scheduler.max_num_batched_tokens)
-        sizes = [1 << power for power in range(8) if 1 << power <= most]
-        seconds = []
-        for size in sizes:
+        most = min(scheduler.max_num_seqs * (1 + budget.ceiling), scheduler.max_num_batched_tokens, 128)
+        # Powers of two first, then what lies between them, small ones first: knees are where it matters.
+        powers = [1 << power for power in range(8)]
+        between = [size for size in (*range(3, 16), *range(20, 128, 4)) if size not in powers]
+        seconds: dict[int, float] = {}
+        begun = time.perf_counter()
+        for size in (size for size in (*powers, *between) if size <= most):
+            if size in between and time.perf_counter() - begun > CALIBRATION_SECONDS:
+                break
             times = []
             for _ in range(CALIBRATION_RUNS):
                 started = time.perf_counter()
@@ -102,9 +108,9 @@ class SpeculativeRunner:
                 runner.model.compute_logits(hidden_states[:size])
                 runner._sync_device()
                 times.append(time.perf_counter() - started)
-            seconds.append(min(times))
-        budget.cost.calibrate(sizes, seconds)
-        curve = ", ".join(f"{size}: {1e3 * s:.1f}" for size, s in zip(sizes, seconds, strict=True))
+            seconds[size] = min(times)
+        budget.cost.calibrate(list(seconds), list(seconds.values()))
+        curve = ", ".join(f"{size}: {1e3 * seconds[size]:.1f}" for size in sorted(seconds))
         logger.info("vllm-ext: milliseconds of a forward pass by query tokens: %s", curve)
 
     def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:

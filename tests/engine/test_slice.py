@@ -28,15 +28,23 @@ pytestmark = pytest.mark.engine
 METHOD = {"method": "token_recycling", "num_speculative_tokens": 12, "budget": "fixed"}
 
 
+def num_threads(worker: Any) -> int:
+    import torch
+
+    return torch.get_num_threads()
+
+
 @pytest.fixture(scope="module")
 def llms(slice_dir: str) -> Iterator[tuple[Any, Any]]:
-    """Plain in eager mode, trees compiled."""
+    """Plain in eager mode; trees compiled, and by two threads, which both attend."""
     from vllm import LLM
 
-    engines = (
-        LLM(slice_dir, **ENGINE_OPTIONS),
-        LLM(slice_dir, speculative_config=METHOD, **{**ENGINE_OPTIONS, "enforce_eager": False}),
-    )
+    plain = LLM(slice_dir, **ENGINE_OPTIONS)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0-1")
+        trees = LLM(slice_dir, speculative_config=METHOD, **{**ENGINE_OPTIONS, "enforce_eager": False})
+    assert trees.collective_rpc(num_threads) == [2]
+    engines = plain, trees
     yield engines
     for llm in engines:
         llm.llm_engine.engine_core.shutdown()

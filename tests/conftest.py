@@ -24,7 +24,7 @@ os.environ.setdefault(
 ENGINE_OPTIONS: dict[str, Any] = {
     "dtype": "float32",
     "max_model_len": MAX_MODEL_LEN,
-    "max_num_seqs": 4,
+    "max_num_seqs": 16,
     "enforce_eager": True,
     "disable_log_stats": False,
 }

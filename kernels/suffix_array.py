@@ -85,9 +85,7 @@ def continuations(
         The first row that is still not written: its occurrence lies in a later text.
     """
     return int(
-        _compiled("continuations")(
-            tokens, suffixes, separator, first, last, before, total, rows, start
-        )
+        _compiled("continuations")(tokens, suffixes, separator, first, last, before, total, rows, start)
     )
 
 
@@ -124,15 +122,18 @@ def grow_tree(
     """
     most = max(budget, 0)
     tree = GrownTree(
-        np.empty(most, np.int32), np.empty(most, np.int32), np.empty(most, np.float32), np.empty(most, np.uint8)
+        np.empty(most, np.int32),
+        np.empty(most, np.int32),
+        np.empty(most, np.float32),
+        np.empty(most, np.uint8),
     )
     count = _compiled("grow_tree")(rows, level, estimates, shares, evidence, max_depth, chain, tree)
-    return GrownTree(*(column[:count] for column in tree))
+    return GrownTree(
+        tree.tokens[:count], tree.parents[:count], tree.probabilities[:count], tree.groups[:count]
+    )
 
 
-def merge_sorted(
-    tokens: Tokens, separator: int, left: Int32, right: Int32, out: Int32
-) -> tuple[int, int]:
+def merge_sorted(tokens: Tokens, separator: int, left: Int32, right: Int32, out: Int32) -> tuple[int, int]:
     """Merge two runs of sorted positions of one text until one of them is used up.
 
     Args:

@@ -10,18 +10,19 @@ A folder with ``header.json`` and, for each segment, two files of little-endian 
 The header names the segments that count; any other file is what an interrupted build left, and no part of the store.
 It is replaced in one step, after everything it names is on the disk. Files never change once it names them.
 
-Verified when a server starts: the header with its own checksum, each file's size, and each file's BLAKE3 checksum (about
-5 GB/s on one core when the file is in memory; what is read here need not be read again). A worker that opens the
-store after that looks at header and sizes alone.
+Verified when a server starts: the header with its own checksum, each file's size, and each file's BLAKE3 checksum
+(about 5 GB/s on one core when the file is in memory; what is read here need not be read again). A worker that opens
+the store after that looks at header and sizes alone.
 """
 
 from __future__ import annotations
 
 import json
 import mmap
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -33,6 +34,8 @@ FORMAT = "vllm-ext datastore"
 VERSION = 1
 HEADER_FILE = "header.json"
 MAX_SEGMENT_TOKENS = 2**31 - 1  # positions are int32
+
+_T = TypeVar("_T")
 
 
 class DatastoreError(ValueError):
@@ -62,7 +65,7 @@ class Header(BaseModel):
     tokenizer: str  # the name it was given by; for people
     tokenizer_hash: str  # vllm_ext.vocabulary.vocabulary_hash
     vocab_size: int = Field(ge=1, lt=2**31 - 1)  # one more than the largest token id
-    segments: list[SegmentInfo] = Field(min_length=1)
+    segments: list[SegmentInfo]
 
     @property
     def separator(self) -> int:
@@ -129,23 +132,19 @@ class Datastore:
             DatastoreError: it is no store, or one that cannot be used.
         """
         folder = Path(folder).expanduser()
-        header = read_header(folder)
-        while True:
-            try:
-                _check_sizes(folder, header)
-                segments = tuple(
-                    Segment(
-                        map_array(folder / f"{segment.name}.tokens", header.dtype),
-                        map_array(folder / f"{segment.name}.suffixes", np.dtype("<i4")),
-                    )
-                    for segment in header.segments
+
+        def map_all(header: Header) -> Datastore:
+            _check_sizes(folder, header)
+            segments = tuple(
+                Segment(
+                    map_array(folder / f"{segment.name}.tokens", header.dtype),
+                    map_array(folder / f"{segment.name}.suffixes", np.dtype("<i4")),
                 )
-                return cls(header, segments)
-            except (DatastoreError, FileNotFoundError):
-                # A build or merge may have replaced the store since the header was read.
-                before, header = header, read_header(folder)
-                if header == before:
-                    raise
+                for segment in header.segments
+            )
+            return cls(header, segments)
+
+        return _by_header(folder, map_all)
 
 
 def read_header(folder: Path) -> Header:
@@ -167,30 +166,38 @@ def read_header(folder: Path) -> Header:
         raise broken(folder, f"{HEADER_FILE} is not that of a datastore")
     if content.get("version") != VERSION:
         raise broken(
-            folder, f"its format has version {content.get('version')!r}, this vllm-ext reads version {VERSION}"
+            folder,
+            f"its format has version {content.get('version')!r}, this vllm-ext reads version {VERSION}",
         )
     if content.pop("checksum", None) != _checksum(content):
         raise broken(folder, f"{HEADER_FILE} is damaged: its checksum does not fit")
     try:
-        return Header.model_validate(content)
+        header = Header.model_validate(content)
     except ValidationError as error:
         problem = error.errors(include_url=False)[0]
         field = ".".join(map(str, problem["loc"]))
         raise broken(folder, f"{HEADER_FILE} is damaged: {field}: {problem['msg']}") from None
+    if not header.segments:
+        raise broken(folder, f"{HEADER_FILE} is damaged: segments: there are none")
+    return header
 
 
-def verify(folder: Path, header: Header) -> None:
-    """Compare every file's size and checksum with the header.
+def verify(folder: Path) -> Header:
+    """Compare every file's size and checksum with the header, and return that.
 
     Raises:
         DatastoreError: naming the first file that is missing, truncated or damaged.
     """
     from blake3 import blake3
 
-    _check_sizes(folder, header)
-    for name, _, expected in header.files():
-        if blake3(max_threads=blake3.AUTO).update_mmap(folder / name).hexdigest() != expected:
-            raise broken(folder, f"{name} is damaged: its checksum does not fit")
+    def compare(header: Header) -> Header:
+        _check_sizes(folder, header)
+        for name, _, expected in header.files():
+            if blake3(max_threads=blake3.AUTO).update_mmap(folder / name).hexdigest() != expected:
+                raise broken(folder, f"{name} is damaged: its checksum does not fit")
+        return header
+
+    return _by_header(folder, compare)
 
 
 def check_vocabulary(folder: Path, header: Header, vocab_size: int) -> None:
@@ -223,6 +230,17 @@ def broken(folder: Path, problem: str) -> DatastoreError:
         f"datastore={str(folder)!r}: {problem}. Name another folder, or build the store: "
         f"vllm-ext datastore build --tokenizer MODEL --output {folder} INPUT..."
     )
+
+
+def _by_header(folder: Path, action: Callable[[Header], _T]) -> _T:
+    """What ``action`` makes of the header's files; a build or merge may replace them meanwhile."""
+    header = read_header(folder)
+    try:
+        return action(header)
+    except (DatastoreError, FileNotFoundError):
+        if (newer := read_header(folder)) == header:
+            raise
+        return action(newer)
 
 
 def _check_sizes(folder: Path, header: Header) -> None:

@@ -54,7 +54,9 @@ class RestOptions(MethodOptions):
     """Options of ``rest``."""
 
     datastore: str = Field(description="folder of the store, made by `vllm-ext datastore build`")
-    max_match: int = Field(default=16, ge=1, le=SORTED_TOKENS, description="longest context looked up, in tokens")
+    max_match: int = Field(
+        default=16, ge=1, le=SORTED_TOKENS, description="longest context looked up, in tokens"
+    )
     min_match: int = Field(
         default=2, ge=1, le=SORTED_TOKENS, description="shortest context worth a draft; at most max_match"
     )
@@ -124,7 +126,7 @@ class Rest(Proposer):
         header = datastore.read_header(folder)
         datastore.check_tokenizer(folder, header, tokenizer_hash())
         datastore.check_vocabulary(folder, header, vocab_size)
-        datastore.verify(folder, header)
+        datastore.verify(folder)
 
     @property
     def memory_bytes(self) -> int:

@@ -86,7 +86,9 @@ def build(
         raw = folder / "building.tokens"
         with raw.open("wb") as file:
             pieces = read_pieces(sources, inputs, field)
-            _tokenise(pieces, tokenizer, header, file, lambda done: progress("tokenising", done, sources.num_bytes))
+            _tokenise(
+                pieces, tokenizer, header, file, lambda done: progress("tokenising", done, sources.num_bytes)
+            )
         del tokenizer
         segments = []
         for start, end in _parts(raw, header):
@@ -108,8 +110,7 @@ def merge(folder: Path, progress: Progress) -> Header:
     """
     datastore.read_header(folder)  # before anything is written there
     with _writing(folder):
-        header = datastore.read_header(folder)
-        datastore.verify(folder, header)  # new checksums must not cover old damage
+        header = datastore.verify(folder)  # new checksums must not cover old damage
         groups: list[list[SegmentInfo]] = [[]]
         for segment in header.segments:
             if sum(one.num_tokens for one in groups[-1]) + segment.num_tokens > datastore.MAX_SEGMENT_TOKENS:
@@ -365,7 +366,9 @@ def _suffix_sorter() -> Callable[[Any], Any]:
     try:
         from pydivsufsort import divsufsort
     except ImportError:
-        raise ValueError("building a datastore needs pydivsufsort: pip install 'vllm-ext[datastore]'") from None
+        raise ValueError(
+            "building a datastore needs pydivsufsort: pip install 'vllm-ext[datastore]'"
+        ) from None
     sort: Callable[[Any], Any] = divsufsort
     return sort
 

@@ -13,7 +13,14 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    Progress,
+    TaskProgressColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from rich.table import Table
 
 if TYPE_CHECKING:
@@ -35,15 +42,21 @@ def build_command(
             "left out.",
         ),
     ],
-    output: Annotated[Path, typer.Option(help="Folder of the datastore; one that it holds is replaced at the end.")],
+    output: Annotated[
+        Path, typer.Option(help="Folder of the datastore; one that it holds is replaced at the end.")
+    ],
     tokenizer: Annotated[
         str | None,
-        typer.Option(help="The model: folder or Hugging Face id. With --append: the store's own unless given."),
+        typer.Option(
+            help="The model: folder or Hugging Face id. With --append: the store's own unless given."
+        ),
     ] = None,
     field: Annotated[
         str, typer.Option(help="Of .jsonl records and .parquet files: a string, or a list of strings.")
     ] = "text",
-    append: Annotated[bool, typer.Option("--append", help="Add to the datastore; nothing is sorted anew.")] = False,
+    append: Annotated[
+        bool, typer.Option("--append", help="Add to the datastore; nothing is sorted anew.")
+    ] = False,
 ) -> None:
     """Make a datastore for method rest. Until it is complete, the old one stays as it was."""
     from vllm_ext.datastore_build import build
@@ -60,38 +73,38 @@ def build_command(
         errors.print(f"[yellow]left out:[/] {sources.num_binary} files that are no text")
     console.print(f"{output}: {_summary(header)}, in {time.perf_counter() - started:.0f} s", highlight=False)
     config = json.dumps({"method": "rest", "datastore": str(output.resolve())})
-    console.print(f"serve with: --speculative-config '{config}'", highlight=False, soft_wrap=True, markup=False)
+    console.print(
+        f"serve with: --speculative-config '{config}'", highlight=False, soft_wrap=True, markup=False
+    )
 
 
 @datastore_app.command("info")
 def info_command(
     folder: Annotated[Path, typer.Argument(help="Folder of a datastore.")],
-    verify: Annotated[bool, typer.Option("--verify", help="Also read everything and compare checksums.")] = False,
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Also read everything and compare checksums.")
+    ] = False,
 ) -> None:
     """Print what a datastore holds; exit 1, with the way out, when it cannot be used."""
     from vllm_ext.proposers import datastore
 
     console = Console()
     with _errors(Console(stderr=True)):
-        header = datastore.Datastore.open(folder).header
-        if verify:
-            datastore.verify(folder, header)
+        header = datastore.verify(folder) if verify else datastore.Datastore.open(folder).header
     table = Table("segment", "documents", "tokens", "bytes")
     for segment in header.segments:
         size = segment.num_tokens * (header.dtype.itemsize + 4)
         table.add_row(segment.name, f"{segment.num_documents:,}", f"{segment.num_tokens:,}", f"{size:,}")
     console.print(f"{folder}: {_summary(header)}", highlight=False)
-    console.print(
-        f"format {header.version}, made {header.created}; tokenizer {header.tokenizer}, {header.vocab_size:,} ids, hash "
-        f"{header.tokenizer_hash}",
-        highlight=False,
-        soft_wrap=True,
-        markup=False,
-    )
+    made_by = f"tokenizer {header.tokenizer}, {header.vocab_size:,} ids, hash {header.tokenizer_hash}"
+    line = f"format {header.version}, made {header.created}; {made_by}"
+    console.print(line, highlight=False, soft_wrap=True, markup=False)
     console.print(table)
     console.print("all checksums fit" if verify else "sizes fit; --verify reads everything")
     if len(header.segments) > SHOWN:
-        console.print(f"each look-up searches every segment: vllm-ext datastore merge {folder}", highlight=False)
+        console.print(
+            f"each look-up searches every segment: vllm-ext datastore merge {folder}", highlight=False
+        )
 
 
 @datastore_app.command("merge")
@@ -103,7 +116,9 @@ def merge_command(folder: Annotated[Path, typer.Argument(help="Folder of a datas
     started = time.perf_counter()
     with _errors(errors), _progress(errors) as report:
         header = merge(folder, report)
-    Console().print(f"{folder}: {_summary(header)}, in {time.perf_counter() - started:.0f} s", highlight=False)
+    Console().print(
+        f"{folder}: {_summary(header)}, in {time.perf_counter() - started:.0f} s", highlight=False
+    )
 
 
 def _summary(header: Header) -> str:

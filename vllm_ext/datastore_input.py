@@ -95,7 +95,9 @@ def read_pieces(sources: Sources, inputs: Sequence[Path], field: str) -> Iterato
         except UnicodeDecodeError as error:
             if started or path in inputs:
                 what = "the rest of it" if started else "it"
-                sources.skipped.append(f"{path}: {what} is left out, as it is not UTF-8 text ({error.reason})")
+                sources.skipped.append(
+                    f"{path}: {what} is left out, as it is not UTF-8 text ({error.reason})"
+                )
             else:
                 sources.num_binary += 1
             yield Piece("", True, 0)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
-from itertools import product
+from itertools import pairwise, product
 from typing import Any
 
 import numpy as np
@@ -98,7 +98,7 @@ def test_occurrences_of_several_texts_are_numbered_through(
     bounds = [0, *cuts, total]
     rows = np.empty((min(num_rows, total), 1), np.int32)
     written = 0
-    for start, end in zip(bounds, bounds[1:], strict=False):
+    for start, end in pairwise(bounds):
         tokens = text_of([[0, number] for number in range(start, end)], separator)
         places = np.array([at for at, token in enumerate(tokens) if at % 3 == 1], np.int32)
         assert len(places) == end - start
@@ -150,9 +150,7 @@ def test_a_tree_by_hand() -> None:
 
 @given(documents, documents, st.integers(1, 5))
 @settings(deadline=None)
-def test_merged_runs_are_sorted(
-    left_texts: list[list[int]], right_texts: list[list[int]], step: int
-) -> None:
+def test_merged_runs_are_sorted(left_texts: list[list[int]], right_texts: list[list[int]], step: int) -> None:
     """In pieces of any length, as files are read."""
     left, right = text_of(left_texts), text_of(right_texts)
     tokens = left + right

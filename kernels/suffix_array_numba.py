@@ -50,20 +50,32 @@ def find(tokens: Any, suffixes: Any, separator: int, context: Any) -> tuple[int,
             high = middle
     if longest == 0:
         return 0, 0, 0
-    first, high = 0, low
-    while first < high:
-        middle = (first + high) // 2
+    # Where that much of it stands: around there, mostly not far. Steps that double, then halving.
+    first, step = low, 1
+    while first >= step and not _compare(tokens, suffixes[first - step], context, longest)[1]:
+        first -= step
+        step *= 2
+    bottom = max(first - step + 1, 0)
+    while bottom < first:
+        middle = (bottom + first) // 2
         if _compare(tokens, suffixes[middle], context, longest)[1]:
-            first = middle + 1
+            bottom = middle + 1
         else:
-            high = middle
-    last, high = low, len(suffixes)
-    while last < high:
-        middle = (last + high) // 2
+            first = middle
+    last, step = low, 1
+    while (
+        last + step <= len(suffixes)
+        and _compare(tokens, suffixes[last + step - 1], context, longest)[0] == longest
+    ):
+        last += step
+        step *= 2
+    top = min(last + step - 1, len(suffixes))
+    while last < top:
+        middle = (last + top) // 2
         if _compare(tokens, suffixes[middle], context, longest)[0] == longest:
             last = middle + 1
         else:
-            high = middle
+            top = middle
     return longest, first, last
 
 

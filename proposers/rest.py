@@ -45,9 +45,18 @@ NUM_DEPTHS = 4  # the deeper ones count as the last
 # An estimate is hits over trials, both fading: the last 200 trials or so count. The prior is worth 8 trials.
 FADE = 0.995
 PRIOR_TRIALS = 8.0
-# Prior acceptance: a share's middle, times how far a match of that length and evidence of that size are trusted.
-LENGTH_TRUST = (0.5, 0.6, 0.7, 0.8, 0.85, 0.9)
-EVIDENCE_TRUST = (0.7, 0.85, 1.0)
+# Prior acceptance: a share's middle, times the trust in matches of that length (rows) with that evidence (columns).
+# Rounded from Python files and a store of others of the same packages, by scripts/bench_datastore.py's walk.
+TRUST: Float64 = np.array(
+    [
+        [0.2, 0.4, 0.6],
+        [0.3, 0.45, 0.6],
+        [0.4, 0.5, 0.6],
+        [0.5, 0.6, 0.65],
+        [0.6, 0.7, 0.7],
+        [0.85, 0.85, 0.85],
+    ]
+)
 
 
 class RestOptions(MethodOptions):
@@ -61,7 +70,7 @@ class RestOptions(MethodOptions):
         default=2, ge=1, le=SORTED_TOKENS, description="shortest context worth a draft; at most max_match"
     )
     max_occurrences: int = Field(
-        default=128, ge=1, le=4096, description="most occurrences whose continuations make the tree"
+        default=64, ge=1, le=4096, description="most occurrences whose continuations make the tree"
     )
     max_continuation: int = Field(default=12, ge=1, le=32, description="most tokens of a continuation")
 
@@ -86,7 +95,7 @@ class Rest(Proposer):
         store: Datastore,
         max_match: int = 16,
         min_match: int = 2,
-        max_occurrences: int = 128,
+        max_occurrences: int = 64,
         max_continuation: int = 12,
     ) -> None:
         self.store = store
@@ -142,8 +151,7 @@ class Rest(Proposer):
     def _prior() -> Float64:
         """``[groups]`` chance of acceptance before anything was counted; groups as `grow_tree` has them."""
         middle = (np.array([0.01, *SHARES]) + np.array([*SHARES, 1.0])) / 2
-        trust = np.multiply.outer(LENGTH_TRUST, EVIDENCE_TRUST)
-        prior: Float64 = np.multiply.outer(trust, middle).reshape(-1)
+        prior: Float64 = np.multiply.outer(TRUST, middle).reshape(-1)
         return prior
 
     def observe(self, rows: VerifiedRows) -> None:

@@ -8,6 +8,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -103,15 +104,18 @@ texts = st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=20), min_size=
 @given(texts)
 @settings(deadline=None, max_examples=50)
 def test_a_store_holds_each_document_sorted(corpus: list[list[int]]) -> None:
+    folder, model = _scratch(), _shared_model()
+    header, _ = build(folder / "store", model, write(folder / "in.jsonl", corpus))
+    assert documents(folder / "store") == corpus
+    assert header.num_documents == len(corpus)
+    check_sorted(folder / "store")
+    assert datastore.verify(folder / "store") == header
     with pytest.MonkeyPatch.context() as patch:
-        folder, model = _scratch(), _shared_model()
-        for part_tokens in (1 << 22, 5):  # one segment; up to three
-            patch.setattr(datastore_build, "PART_TOKENS", part_tokens)
-            header, _ = build(folder / "store", model, write(folder / "in.jsonl", corpus))
-            assert documents(folder / "store") == corpus
-            assert header.num_documents == len(corpus)
-            check_sorted(folder / "store")
-            assert datastore.verify(folder / "store") == header
+        patch.setattr(datastore_build, "PART_TOKENS", 5)  # up to three segments
+        header, _ = build(folder / "store", model, folder / "in.jsonl")
+    assert list(chain(*documents(folder / "store"))) == list(chain(*corpus))  # a long document may be cut
+    check_sorted(folder / "store")
+    assert datastore.verify(folder / "store") == header
 
 
 _folders: Iterator[Path]
@@ -393,9 +397,8 @@ def test_damage_anywhere_is_refused_with_the_way_out(store: Path, model: str, na
             # In the header, a digit of the number of tokens.
             at = content.index(b'"num_tokens": ') + 14 if name == "header.json" else len(content) // 2
             content[at] ^= 1
-        path.write_bytes(
-            {"truncated": content[:-1], "longer": content + b"x", "empty": b""}.get(harm, content)
-        )
+        torn = {"truncated": bytes(content[:-1]), "longer": bytes(content) + b"x", "empty": b""}
+        path.write_bytes(torn.get(harm, bytes(content)))
     if harm in ("truncated", "longer") and name == "header.json":
         path.write_bytes(
             content[:-9] if harm == "truncated" else content + b"}"
@@ -425,15 +428,15 @@ def test_foreign_headers_are_refused(store: Path, model: str, key: str, value: A
 
 
 def test_a_header_with_a_right_checksum_must_make_sense_too(store: Path) -> None:
-    header = datastore.read_header(store)
-    for update, says in (
+    content = datastore.read_header(store).model_dump()
+    updates: list[tuple[dict[str, Any], str]] = [
         ({"segments": []}, "segments"),
         ({"vocab_size": "11"}, "vocab_size"),
-        ({"segments": [{**header.segments[0].model_dump(), "name": "../x"}]}, r"segments\.0\.name"),
-    ):
-        changed = header.model_copy(update=update)
-        with pytest.warns() if "segments" in update else pytest.MonkeyPatch.context():
-            text = changed.to_json()
+        ({"segments": [{**content["segments"][0], "name": "../x"}]}, r"segments\.0\.name"),
+    ]
+    for update, says in updates:
+        changed = {**content, **update}
+        text = json.dumps({**changed, "checksum": datastore._checksum(changed)})
         (store / "header.json").write_text(text)
         with pytest.raises(DatastoreError, match=f"damaged: {says}"):
             datastore.read_header(store)
@@ -518,7 +521,7 @@ def test_a_killed_build_leaves_the_old_store(store: Path, model: str, tmp_path: 
         - {"header.json", "lock"}
         - {name for name, _, _ in old.files()}
     )
-    assert bool(left) == (where != "tokenising")
+    assert left
     build(store, model, source)  # clears away what was left
     assert documents(store) == [[3, 2, 1], [1, 2, 9]]
     assert len(list(store.iterdir())) == 4
@@ -614,7 +617,7 @@ def test_commands(tmp_path: Path, model: str) -> None:
     assert "2 documents, 8 tokens, 1 segment, 0.0 MB" in built.output
     assert f'--speculative-config \'{{"method": "rest", "datastore": "{store}"}}\'' in built.output
     assert "dangling: No such file" in built.output
-    assert "1 files that are no text" in built.output
+    assert "left out: files that are no text: 1" in built.output
     assert run("build", "--append", "--output", store, source).exit_code == 0
     info = run("info", store, "--verify")
     assert "4 documents, 16 tokens, 2 segments" in info.output

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 datastore_app = typer.Typer(help="Make and look at the datastores of method rest.", no_args_is_help=True)
 
 SHOWN = 20  # unreadable files named
+MANY_SEGMENTS = 8  # more are worth merging
 
 
 @datastore_app.command("build")
@@ -70,12 +71,10 @@ def build_command(
     if len(sources.skipped) > SHOWN:
         errors.print(f"[yellow]left out:[/] {len(sources.skipped) - SHOWN} more files")
     if sources.num_binary:
-        errors.print(f"[yellow]left out:[/] {sources.num_binary} files that are no text")
-    console.print(f"{output}: {_summary(header)}, in {time.perf_counter() - started:.0f} s", highlight=False)
+        errors.print(f"[yellow]left out:[/] files that are no text: {sources.num_binary}")
+    _say(console, f"{output}: {_summary(header)}, in {time.perf_counter() - started:.0f} s")
     config = json.dumps({"method": "rest", "datastore": str(output.resolve())})
-    console.print(
-        f"serve with: --speculative-config '{config}'", highlight=False, soft_wrap=True, markup=False
-    )
+    _say(console, f"serve with: --speculative-config '{config}'")
 
 
 @datastore_app.command("info")
@@ -90,21 +89,18 @@ def info_command(
 
     console = Console()
     with _errors(Console(stderr=True)):
-        header = datastore.verify(folder) if verify else datastore.Datastore.open(folder).header
+        header = datastore.verify(folder, checksums=verify)
     table = Table("segment", "documents", "tokens", "bytes")
     for segment in header.segments:
         size = segment.num_tokens * (header.dtype.itemsize + 4)
         table.add_row(segment.name, f"{segment.num_documents:,}", f"{segment.num_tokens:,}", f"{size:,}")
-    console.print(f"{folder}: {_summary(header)}", highlight=False)
+    _say(console, f"{folder}: {_summary(header)}")
     made_by = f"tokenizer {header.tokenizer}, {header.vocab_size:,} ids, hash {header.tokenizer_hash}"
-    line = f"format {header.version}, made {header.created}; {made_by}"
-    console.print(line, highlight=False, soft_wrap=True, markup=False)
+    _say(console, f"format {header.version}, made {header.created}; {made_by}")
     console.print(table)
     console.print("all checksums fit" if verify else "sizes fit; --verify reads everything")
-    if len(header.segments) > SHOWN:
-        console.print(
-            f"each look-up searches every segment: vllm-ext datastore merge {folder}", highlight=False
-        )
+    if len(header.segments) > MANY_SEGMENTS:
+        _say(console, f"each look-up searches every segment: vllm-ext datastore merge {folder}")
 
 
 @datastore_app.command("merge")
@@ -116,9 +112,11 @@ def merge_command(folder: Annotated[Path, typer.Argument(help="Folder of a datas
     started = time.perf_counter()
     with _errors(errors), _progress(errors) as report:
         header = merge(folder, report)
-    Console().print(
-        f"{folder}: {_summary(header)}, in {time.perf_counter() - started:.0f} s", highlight=False
-    )
+    _say(Console(), f"{folder}: {_summary(header)}, in {time.perf_counter() - started:.0f} s")
+
+
+def _say(console: Console, line: str) -> None:
+    console.print(line, highlight=False, soft_wrap=True, markup=False)
 
 
 def _summary(header: Header) -> str:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 # A document goes to the tokenizer in pieces of about this many characters, cut behind a line's end.
-PIECE_CHARACTERS = 1 << 15
+PIECE_CHARACTERS = 1 << 14
 READ_CHARACTERS = 1 << 18
 RECORDS = (".jsonl", ".parquet")
 

@@ -9,16 +9,27 @@ from typing import Any
 import pytest
 from conftest import ENGINE_OPTIONS
 from helpers import assert_same_outputs, own_prompts
-from test_lossless import chat, counters
+from vllm import SamplingParams
 
 pytestmark = pytest.mark.engine
 
 MAX_TOKENS = 40
 
 
+def chat(llm: Any, batch_size: int) -> list[list[int]]:
+    params = SamplingParams(temperature=0, max_tokens=MAX_TOKENS)
+    chats = [[{"role": "user", "content": prompt}] for prompt in own_prompts()]
+    outputs = [
+        output
+        for start in range(0, len(chats), batch_size)
+        for output in llm.chat(chats[start : start + batch_size], params, use_tqdm=False)
+    ]
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
 @pytest.fixture(scope="module")
 def answers(plain_llm: Any) -> list[list[int]]:
-    return chat(plain_llm, own_prompts(), 4, max_tokens=MAX_TOKENS)
+    return chat(plain_llm, 4)
 
 
 @pytest.fixture(scope="module")
@@ -44,9 +55,10 @@ def rest_llm(
 def test_known_and_unknown_answers_are_the_same(
     answers: list[list[int]], rest_llm: Any, batch_size: int
 ) -> None:
-    before = counters(rest_llm)
-    assert_same_outputs(answers, chat(rest_llm, own_prompts(), batch_size, max_tokens=MAX_TOKENS))
-    new = {name: total - before[name] for name, total in counters(rest_llm).items()}
+    (before,) = rest_llm.collective_rpc("vllm_ext_counters")
+    assert_same_outputs(answers, chat(rest_llm, batch_size))
+    (after,) = rest_llm.collective_rpc("vllm_ext_counters")
+    new = {name: after[name] - before[name] for name in after}
     assert new["fallbacks:proposer_error"] == 0
     # Half of the answers stand in the store: most of their tokens come from there.
     known = sum(len(answer) for answer in answers[::2])

@@ -16,7 +16,7 @@ the output: verification sees to that. Everywhere ``p`` is the target's distribu
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -106,6 +106,19 @@ class Proposer(ABC):
     @abstractmethod
     def from_options(cls, options: Any, vocab_size: int) -> Proposer:
         """Build the proposer. ``options`` is an instance of ``cls.Options``."""
+
+    @classmethod
+    def check(cls, options: Any, vocab_size: int, tokenizer_hash: Callable[[], str]) -> None:
+        """Refuse at start-up, before the model is loaded, what the options' own rules cannot see: files, say.
+
+        Args:
+            options: an instance of ``cls.Options``.
+            vocab_size: number of token ids of the target.
+            tokenizer_hash: tells which id stands for which token; loads the tokenizer when it is called.
+
+        Raises:
+            ValueError: the message names the field, the value, what is wrong and the way out.
+        """
 
     @property
     @abstractmethod

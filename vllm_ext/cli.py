@@ -11,6 +11,7 @@ from rich.table import Table
 
 from vllm_ext import __version__
 from vllm_ext.bench_cli import bench_command
+from vllm_ext.datastore_cli import datastore_app
 from vllm_ext.demo_cli import demo_command
 
 app = typer.Typer(
@@ -22,6 +23,7 @@ app = typer.Typer(
 )
 app.command("demo")(demo_command)
 app.command("bench")(bench_command)
+app.add_typer(datastore_app, name="datastore")
 
 
 def _version(value: bool) -> None:

@@ -94,7 +94,8 @@ def option_rows(options: type[MethodOptions]) -> list[tuple[str, str, str, str]]
         allowed = field["type"] + (f", {low} to {high}" if low is not None else "")
         if "enum" in field:
             allowed = " or ".join(map(repr, field["enum"]))
-        rows.append((name, str(field.get("default")), allowed, field.get("description", "")))
+        default = str(field["default"]) if "default" in field else "required"
+        rows.append((name, default, allowed, field.get("description", "")))
     return rows
 
 
@@ -115,6 +116,8 @@ def _explain(method: str, options: type[MethodOptions], error: ValidationError) 
             lines.append(f"unknown option {field}={problem['input']!r}")
         elif problem["type"] == "value_error":  # a validator's own words
             lines.append(f"{field}={problem['input']!r}: {problem['ctx']['error']}")
+        elif problem["type"] == "missing":
+            lines.append(f"{field} is missing, and required: {options.model_fields[field].description}")
         else:
             lines.append(f"{field}={problem['input']!r} is not allowed; allowed: {allowed[field]}")
     known = "; ".join(f"{name}: {text}" for name, text in allowed.items())

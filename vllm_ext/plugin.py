@@ -56,7 +56,7 @@ def _create_engine_config(original: Any, engine_args: Any, *args: Any, **kwargs:
 
     from vllm.logger import init_logger
 
-    from vllm_ext import compat, patches
+    from vllm_ext import compat, patches, vocabulary
 
     compat.check_version()
     requested = dict(engine_args.speculative_config)
@@ -95,6 +95,12 @@ def _create_engine_config(original: Any, engine_args: Any, *args: Any, **kwargs:
         for name, value in saved.items():
             setattr(engine_args, name, value)
     compat.check_vllm_config(vllm_config, settings.method)
+    model = vllm_config.model_config
+    settings.proposer_class.check(
+        settings.options,
+        model.get_vocab_size(),
+        functools.partial(vocabulary.hash_of, model.tokenizer, model.tokenizer_revision),
+    )
     patches.allow_all_sampling_parameters(DRAFTER_CLASS)
     # Our counters are a file named after the instance; vLLM's own five hex digits could meet on a busy host.
     vllm_config.instance_id = uuid.uuid4().hex

@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``vllm-ext datastore``: build, info and merge."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import (
+    BarColumn,
+    Progress,
+    TaskProgressColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from vllm_ext.datastore_build import Progress as Report
+    from vllm_ext.proposers.datastore import Header
+
+datastore_app = typer.Typer(help="Make and look at the datastores of method rest.", no_args_is_help=True)
+
+SHOWN = 20  # unreadable files named
+MANY_SEGMENTS = 8  # more are worth merging
+
+
+@datastore_app.command("build")
+def build_command(
+    inputs: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="INPUT...",
+            help="Text, Markdown and code files, .jsonl, .parquet, and folders of them; what is not UTF-8 text is "
+            "left out.",
+        ),
+    ],
+    output: Annotated[
+        Path, typer.Option(help="Folder of the datastore; one that it holds is replaced at the end.")
+    ],
+    tokenizer: Annotated[
+        str | None,
+        typer.Option(
+            help="The model: folder or Hugging Face id. With --append: the store's own unless given."
+        ),
+    ] = None,
+    field: Annotated[
+        str, typer.Option(help="Of .jsonl records and .parquet files: a string, or a list of strings.")
+    ] = "text",
+    append: Annotated[
+        bool, typer.Option("--append", help="Add to the datastore; nothing is sorted anew.")
+    ] = False,
+) -> None:
+    """Make a datastore for method rest. Until it is complete, the old one stays as it was."""
+    from vllm_ext.datastore_build import build
+
+    console, errors = Console(), Console(stderr=True)
+    started = time.perf_counter()
+    with _errors(errors), _progress(errors) as report:
+        header, sources = build(inputs, output, tokenizer, field, append, report)
+    for line in sources.skipped[:SHOWN]:
+        errors.print(f"[yellow]left out:[/] {escape(line)}", highlight=False, soft_wrap=True)
+    if len(sources.skipped) > SHOWN:
+        errors.print(f"[yellow]left out:[/] {len(sources.skipped) - SHOWN} more files")
+    if sources.num_binary:
+        errors.print(f"[yellow]left out:[/] files that are no text: {sources.num_binary}")
+    _say(console, f"{output}: {_summary(header)}, in {time.perf_counter() - started:.0f} s")
+    config = json.dumps({"method": "rest", "datastore": str(output.resolve())})
+    _say(console, f"serve with: --speculative-config '{config}'")
+
+
+@datastore_app.command("info")
+def info_command(
+    folder: Annotated[Path, typer.Argument(help="Folder of a datastore.")],
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Also read everything and compare checksums.")
+    ] = False,
+) -> None:
+    """Print what a datastore holds; exit 1, with the way out, when it cannot be used."""
+    from vllm_ext.proposers import datastore
+
+    console = Console()
+    with _errors(Console(stderr=True)):
+        header = datastore.verify(folder, checksums=verify)
+    table = Table("segment", "documents", "tokens", "bytes")
+    for segment in header.segments:
+        size = segment.num_tokens * (header.dtype.itemsize + 4)
+        table.add_row(segment.name, f"{segment.num_documents:,}", f"{segment.num_tokens:,}", f"{size:,}")
+    _say(console, f"{folder}: {_summary(header)}")
+    made_by = f"tokenizer {header.tokenizer}, {header.vocab_size:,} ids, hash {header.tokenizer_hash}"
+    _say(console, f"format {header.version}, made {header.created}; {made_by}")
+    console.print(table)
+    console.print("all checksums fit" if verify else "sizes fit; --verify reads everything")
+    if len(header.segments) > MANY_SEGMENTS:
+        _say(console, f"each look-up searches every segment: vllm-ext datastore merge {folder}")
+
+
+@datastore_app.command("merge")
+def merge_command(folder: Annotated[Path, typer.Argument(help="Folder of a datastore.")]) -> None:
+    """Make one segment of all: look-ups take the time of one. Until it is complete, the old ones stay."""
+    from vllm_ext.datastore_build import merge
+
+    errors = Console(stderr=True)
+    started = time.perf_counter()
+    with _errors(errors), _progress(errors) as report:
+        header = merge(folder, report)
+    _say(Console(), f"{folder}: {_summary(header)}, in {time.perf_counter() - started:.0f} s")
+
+
+def _say(console: Console, line: str) -> None:
+    console.print(line, highlight=False, soft_wrap=True, markup=False)
+
+
+def _summary(header: Header) -> str:
+    size = sum(size for _, size, _ in header.files())
+    return (
+        f"{header.num_documents:,} documents, {header.num_tokens:,} tokens, {len(header.segments)} "
+        f"segment{'s' if len(header.segments) > 1 else ''}, {size / 1e6:,.1f} MB"
+    )
+
+
+@contextmanager
+def _errors(console: Console) -> Iterator[None]:
+    """Exit 1 with the message of what a user can put right."""
+    try:
+        yield
+    except ValueError as error:
+        problem = str(error)
+    except OSError as error:
+        problem = f"{error.filename or 'output'}: {error.strerror}"
+    else:
+        return
+    console.print(f"[red]error:[/] {escape(problem)}", highlight=False, soft_wrap=True)
+    raise typer.Exit(1)
+
+
+@contextmanager
+def _progress(console: Console) -> Iterator[Report]:
+    with Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TaskProgressColumn(),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+        console=console,
+        refresh_per_second=2,
+        transient=True,
+    ) as bar:
+        tasks = {}
+
+        def report(what: str, done: int, total: int) -> None:
+            if what not in tasks:
+                tasks[what] = bar.add_task(what, total=total)
+            bar.update(tasks[what], completed=min(done, total), total=total)
+
+        yield report

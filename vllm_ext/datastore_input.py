@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The text of files and folders as a stream of documents, in pieces that fit into memory."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+# A document goes to the tokenizer in pieces of about this many characters, cut behind a line's end.
+PIECE_CHARACTERS = 1 << 14
+READ_CHARACTERS = 1 << 18
+RECORDS = (".jsonl", ".parquet")
+
+
+class InputError(ValueError):
+    """An input that cannot be read as it was asked for; the message names file, value and way out."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A part of a document."""
+
+    text: str
+    ends_document: bool
+    num_bytes: int  # of the input that have been read for it; an estimate, for the progress bar
+
+
+@dataclass
+class Sources:
+    """Files to read, and what was left out on the way."""
+
+    files: list[Path]
+    num_bytes: int
+    skipped: list[str]  # "FILE: reason" of what could not be read
+    num_binary: int = 0  # files found in folders that hold no text
+
+
+def find_files(inputs: Sequence[Path]) -> Sources:
+    """Expand folders, links followed, each file once; hidden files and folders inside are left out.
+
+    Raises:
+        InputError: an input does not exist.
+    """
+    sources = Sources([], 0, [])
+    seen: set[tuple[int, int]] = set()  # of folders too: a link may lead back to one above it
+
+    def visit(path: Path) -> None:
+        try:
+            status = path.stat()
+            if (status.st_dev, status.st_ino) in seen:
+                return
+            seen.add((status.st_dev, status.st_ino))
+            if path.is_dir():
+                for name in sorted(os.listdir(path)):
+                    if not name.startswith("."):
+                        visit(path / name)
+            elif path.is_file():
+                sources.files.append(path)
+                sources.num_bytes += status.st_size
+        except OSError as error:
+            sources.skipped.append(f"{path}: {error.strerror}")
+
+    for path in inputs:
+        if not path.exists():
+            raise InputError(f"INPUT={str(path)!r} does not exist; name files or folders that do")
+        visit(path)
+    return sources
+
+
+def read_pieces(sources: Sources, inputs: Sequence[Path], field: str) -> Iterator[Piece]:
+    """All documents of all files.
+
+    A file that cannot be read, or one of ``inputs`` that is no text, is left out and named in ``sources.skipped``; one
+    in a folder that is no text is counted in ``sources.num_binary``.
+
+    Args:
+        sources: from `find_files`; written to.
+        inputs: what it was called with.
+        field: of .jsonl records, and column of .parquet files: a string, or a list of strings, each a document.
+
+    Raises:
+        InputError: a record has no such field, or pyarrow is missing.
+    """
+    readers: dict[str, Callable[[Path, str], Iterator[Piece]]] = {".jsonl": _json_lines, ".parquet": _parquet}
+    for path in sources.files:
+        started = False
+        try:
+            for piece in readers.get(path.suffix.lower(), _text)(path, field):
+                started = True
+                yield piece
+        except UnicodeDecodeError as error:
+            if started or path in inputs:
+                what = "the rest of it" if started else "it"
+                sources.skipped.append(
+                    f"{path}: {what} is left out, as it is not UTF-8 text ({error.reason})"
+                )
+            else:
+                sources.num_binary += 1
+            yield Piece("", True, 0)
+        except OSError as error:
+            sources.skipped.append(f"{path}: {error.strerror or error}")
+            yield Piece("", True, 0)
+
+
+def _text(path: Path, field: str) -> Iterator[Piece]:
+    with path.open("rb") as binary:
+        if (zero := binary.read(8192).find(b"\0")) >= 0:
+            raise UnicodeDecodeError("utf-8", b"\0", 0, 1, f"byte {zero} is zero")
+    with path.open(encoding="utf-8-sig", newline="") as file:
+        yield from _cut(iter(lambda: file.read(READ_CHARACTERS), ""))
+
+
+def _json_lines(path: Path, field: str) -> Iterator[Piece]:
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            if not line.strip():
+                continue
+            where = f"{path}:{number}"
+            try:
+                record = json.loads(line)
+            except ValueError as error:
+                raise InputError(f"{where}: no JSON ({error}); correct or remove the line") from None
+            if not isinstance(record, dict) or field not in record:
+                fields = ", ".join(record) if isinstance(record, dict) else "none, it is no object"
+                raise InputError(f"{where}: there is no field {field!r}; its fields: {fields}. Use --field")
+            yield from _documents(record[field], where, field, len(line))
+
+
+def _parquet(path: Path, field: str) -> Iterator[Piece]:
+    try:
+        from pyarrow import parquet
+    except ImportError:
+        raise InputError(f"{path}: reading it needs pyarrow: pip install 'vllm-ext[datastore]'") from None
+    try:
+        file = parquet.ParquetFile(path)
+    except ValueError as error:  # pyarrow's own are subclasses
+        raise InputError(f"{path}: no Parquet file ({error}); correct or remove it") from None
+    with file:
+        columns = file.schema_arrow.names
+        if field not in columns:
+            raise InputError(
+                f"{path}: there is no column {field!r}; its columns: {', '.join(columns)}. Use --field"
+            )
+        num_bytes = path.stat().st_size // max(file.metadata.num_rows, 1)
+        row = 0
+        for batch in file.iter_batches(batch_size=256, columns=[field]):
+            for value in batch.column(0).to_pylist():
+                yield from _documents(value, f"{path}, row {row}", field, num_bytes)
+                row += 1
+
+
+def _documents(value: Any, where: str, field: str, num_bytes: int) -> Iterator[Piece]:
+    texts = [] if value is None else value if isinstance(value, list) else [value]
+    for text in texts:
+        if not isinstance(text, str):
+            raise InputError(
+                f"{where}: field {field!r} holds {text!r:.80}; a string or a list of strings is needed. Use --field"
+            )
+        # JSON can hold half a surrogate pair, which is no text.
+        yield from _cut(iter([text.encode("utf-8", "replace").decode()]), counted=False)
+    yield Piece("", True, num_bytes)
+
+
+def _cut(chunks: Iterator[str], counted: bool = True) -> Iterator[Piece]:
+    """One document, behind the ends of lines where there are any. At a cut its tokens may not be the whole's."""
+    rest = ""
+    for chunk in chunks:
+        rest += chunk
+        start = 0
+        while len(rest) - start > PIECE_CHARACTERS:
+            end = rest.rfind("\n", start, start + PIECE_CHARACTERS) + 1
+            if end == 0:  # a line longer than a piece
+                end = start + PIECE_CHARACTERS
+            yield Piece(rest[start:end], False, (end - start) * counted)
+            start = end
+        rest = rest[start:]
+    yield Piece(rest, True, len(rest) * counted)

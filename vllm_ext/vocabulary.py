@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tokenizer of a model, and the hash by which a datastore knows it.
+
+Loaded by the `tokenizers` library alone wherever there is a ``tokenizer.json``: a build then needs neither torch nor
+transformers, and the server's start-up hashes exactly what the build hashed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+
+def load_tokenizer(name: str, revision: str | None = None) -> Tokenizer:
+    """The fast tokenizer of a model.
+
+    Args:
+        name: a model's folder or Hugging Face id.
+        revision: of the id.
+
+    Raises:
+        ValueError: there is none.
+    """
+    from tokenizers import Tokenizer
+
+    if (file := _tokenizer_file(name, revision)) is not None:
+        try:
+            return Tokenizer.from_file(str(file))
+        except Exception as error:  # the library raises nothing narrower
+            raise ValueError(f"tokenizer={name!r}: {file} cannot be read: {error}") from None
+    from transformers import AutoTokenizer
+
+    try:
+        loaded = AutoTokenizer.from_pretrained(name, revision=revision)
+    except Exception as error:  # each tokenizer class has its own
+        raise ValueError(
+            f"tokenizer={name!r} cannot be loaded ({error}); name a model's folder or Hugging Face id"
+        ) from None
+    if not loaded.is_fast:
+        raise ValueError(
+            f"tokenizer={name!r} has no fast form (tokenizer.json), which a datastore needs; save one with "
+            "transformers' convert_slow_tokenizer, or choose another model"
+        )
+    fast: Tokenizer = loaded.backend_tokenizer
+    return fast
+
+
+def vocab_size(tokenizer: Tokenizer) -> int:
+    """One more than the largest id, added tokens included."""
+    return max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+
+
+def vocabulary_hash(tokenizer: Tokenizer) -> str:
+    """SHA-256 over every id and its token, in the order of the ids, added tokens included.
+
+    Two tokenizers have the same hash if and only if each id stands for the same token in both: that is what makes
+    stored ids usable. How text is split may differ; then fewer drafts are right.
+    """
+    digest = hashlib.sha256()
+    vocabulary = tokenizer.get_vocab(with_added_tokens=True)
+    for token, number in sorted(vocabulary.items(), key=lambda entry: (entry[1], entry[0])):
+        digest.update(f"{number} {json.dumps(token)}\n".encode())
+    return digest.hexdigest()
+
+
+def hash_of(name: str, revision: str | None = None) -> str:
+    """`vocabulary_hash` of a model's tokenizer; see `load_tokenizer`."""
+    return vocabulary_hash(load_tokenizer(name, revision))
+
+
+def _tokenizer_file(name: str, revision: str | None) -> Path | None:
+    if Path(name).is_dir():
+        file = Path(name) / "tokenizer.json"
+        return file if file.is_file() else None
+    from huggingface_hub import hf_hub_download
+
+    try:
+        return Path(hf_hub_download(name, "tokenizer.json", revision=revision))
+    except (OSError, ValueError):  # no such file, no such repository, no network, no valid id
+        return None

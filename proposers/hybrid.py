@@ -13,7 +13,7 @@ first distribution (there is none among these drafters).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -116,6 +116,12 @@ class Hybrid(Proposer):
         """See `Proposer.from_options`."""
         made = [make_options(drafter) for drafter in options.drafters]
         return cls([proposer.from_options(own, vocab_size) for proposer, own in made])
+
+    @classmethod
+    def check(cls, options: HybridOptions, vocab_size: int, tokenizer_hash: Callable[[], str]) -> None:
+        """See `Proposer.check`."""
+        for proposer, own in map(make_options, options.drafters):
+            proposer.check(own, vocab_size, tokenizer_hash)
 
     @property
     def memory_bytes(self) -> int:

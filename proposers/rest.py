@@ -27,7 +27,7 @@ from typing import ClassVar
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import Field
+from pydantic import Field, ValidationInfo, field_validator
 
 from vllm_ext.kernels.best_first_tree import Float64, judge_tree
 from vllm_ext.kernels.suffix_array import SORTED_TOKENS, continuations, find, grow_tree
@@ -67,12 +67,23 @@ class RestOptions(MethodOptions):
         default=16, ge=1, le=SORTED_TOKENS, description="longest context looked up, in tokens"
     )
     min_match: int = Field(
-        default=2, ge=1, le=SORTED_TOKENS, description="shortest context worth a draft; at most max_match"
+        default=2,
+        ge=1,
+        le=SORTED_TOKENS,
+        validate_default=True,
+        description="shortest context worth a draft; at most max_match",
     )
     max_occurrences: int = Field(
         default=64, ge=1, le=4096, description="most occurrences whose continuations make the tree"
     )
     max_continuation: int = Field(default=12, ge=1, le=32, description="most tokens of a continuation")
+
+    @field_validator("min_match")
+    @classmethod
+    def _at_most_max_match(cls, min_match: int, info: ValidationInfo) -> int:
+        if min_match > info.data.get("max_match", min_match):
+            raise ValueError(f"it must be at most max_match={info.data['max_match']}")
+        return min_match
 
 
 class Rest(Proposer):
@@ -125,12 +136,8 @@ class Rest(Proposer):
         """See `Proposer.check`; reads the whole store, which also brings it into memory.
 
         Raises:
-            ValueError: ``min_match`` is above ``max_match``, or the store is damaged or another tokenizer's.
+            DatastoreError: the store is damaged, or another tokenizer's.
         """
-        if options.min_match > options.max_match:
-            raise ValueError(
-                f"min_match={options.min_match} is not allowed; allowed: 1 to max_match={options.max_match}"
-            )
         folder = Path(options.datastore).expanduser()
         header = datastore.read_header(folder)
         datastore.check_tokenizer(folder, header, tokenizer_hash())

@@ -26,6 +26,7 @@ from vllm_ext.kernels import suffix_array_ref as ref
 from vllm_ext.proposers import datastore
 from vllm_ext.proposers.base import Request, Sampling
 from vllm_ext.proposers.datastore import Datastore, DatastoreError
+from vllm_ext.proposers.hybrid import Hybrid, HybridOptions
 from vllm_ext.proposers.rest import Rest, RestOptions
 
 WORDS = [f"w{i}" for i in range(10)]
@@ -448,6 +449,10 @@ def test_another_tokenizer_is_refused(store: Path, model: str, tmp_path: Path) -
     says = rf"another tokenizer \('{model}', hash {hashes[0]}\) than this model's \(hash {hashes[1]}\).*build"
     with pytest.raises(DatastoreError, match=says):
         check(store, other)
+    hybrid = HybridOptions(drafters=["token_recycling", {"method": "rest", "datastore": str(store)}])
+    Hybrid.check(hybrid, 11, lambda: vocabulary.hash_of(model))
+    with pytest.raises(DatastoreError, match=says):
+        Hybrid.check(hybrid, 11, lambda: vocabulary.hash_of(other))
     with pytest.raises(DatastoreError, match=says):
         build(store, other, tmp_path / "in.jsonl", append=True)
     with pytest.raises(DatastoreError, match=r"token ids up to 10, the model only 10"):

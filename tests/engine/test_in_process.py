@@ -7,9 +7,11 @@ import json
 import os
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 from helpers import assert_same_outputs, own_prompts
+from vllm import SamplingParams
 
 pytestmark = pytest.mark.engine
 
@@ -24,7 +26,7 @@ print("RESULT" + json.dumps([o.outputs[0].token_ids for o in outputs]))
 """
 
 
-def run(model_dir: str, method: dict[str, object] | None) -> list[list[int]]:
+def run(model_dir: str, method: dict[str, object]) -> list[list[int]]:
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, model_dir, json.dumps(method), json.dumps(own_prompts()[:4])],
         env={**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"},
@@ -39,5 +41,9 @@ def run(model_dir: str, method: dict[str, object] | None) -> list[list[int]]:
     return result
 
 
-def test_in_process_engine_is_lossless(model_dir: str) -> None:
-    assert_same_outputs(run(model_dir, None), run(model_dir, {"method": "token_recycling"}))
+def test_in_process_engine_is_lossless(model_dir: str, plain_llm: Any) -> None:
+    outputs = plain_llm.generate(
+        own_prompts()[:4], SamplingParams(temperature=0, max_tokens=24), use_tqdm=False
+    )
+    expected = [list(output.outputs[0].token_ids) for output in outputs]
+    assert_same_outputs(expected, run(model_dir, {"method": "token_recycling"}))

@@ -102,8 +102,7 @@ def alternate_shapes(worker: Any, nodes: int) -> None:
         started = time.perf_counter()
         result = inner(*args, **kwargs)
         trees = runner.step_trees
-        rows = int(trees.row_start[-1]) if trees is not None else 0
-        if rows == len(trees.context) * (1 + nodes):
+        if trees is not None and int(trees.row_start[-1]) == len(trees.context) * (1 + nodes):
             name = "trees" if trees.branching else "chains"
             worker.times.setdefault(name, []).append(time.perf_counter() - started)
         return result

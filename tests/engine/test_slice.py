@@ -4,13 +4,12 @@
 Compiled code reuses buffers and has other kernels; trees must be as lossless with it as in eager mode.
 
 Sampling without seeds is compared with plain vLLM's own samples by chi-squared. The bound: under the null hypothesis
-the test fails once in 10,000 runs. Its power is shown by a mutation, a walk that takes the first draft half of
-the time, which must be found at one in a million.
+the test fails once in 10,000 runs. Its power is shown by a mutation, a walk that takes the first draft wherever
+there is one, which must be found at one in a million.
 """
 
 from __future__ import annotations
 
-import random
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -102,12 +101,11 @@ def p_value(left: Counter[tuple[int, int]], right: Counter[tuple[int, int]]) -> 
 
 
 def prefer_drafts(worker: Any) -> None:
-    """The mutation: what is drawn is replaced by the first child half of the time."""
+    """The mutation: what is drawn is replaced by the first child."""
     from vllm_ext import v1_sampler
 
     module: Any = v1_sampler
     worker.honest_walk = honest = module.walk
-    coin = random.Random(0)
 
     def walk(row_start: Any, tokens: Any, parents: Any, draw: Any) -> Any:
         def biased(
@@ -117,7 +115,7 @@ def prefer_drafts(worker: Any) -> None:
             for i, (request, row) in enumerate(zip(requests, rows, strict=True)):
                 start, end = row_start[request], row_start[request + 1]
                 children = tokens[start:end][parents[start:end] == row]
-                if len(children) and coin.random() < 0.5:
+                if len(children):
                     drawn[i] = int(children[0])
             return drawn
 

@@ -302,7 +302,10 @@ def test_options(tmp_path: Path) -> None:
         most = options["max_match"]
         with pytest.raises(ValueError, match=rf"min_match={most + 1}: it must be at most max_match={most}"):
             config.parse({"method": "rest", "datastore": "x", **options})
-    assert config.parse({"method": "rest", "datastore": "x", "min_match": 16}).options.min_match == 16
+    assert (
+        config.parse({"method": "rest", "datastore": "x", "min_match": 16}).options.model_dump()["min_match"]
+        == 16
+    )
     rows = {row[0]: row[1] for row in config.option_rows(RestOptions)}
     assert rows["datastore"] == "required"
     assert rows["max_match"] == "16"

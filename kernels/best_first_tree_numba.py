@@ -12,7 +12,7 @@ from vllm_ext.kernels import backends
 # A context is known by one 64-bit number, mixed from its tokens, the newest first; 0 marks a free slot. Two
 # contexts of one number would share an entry; that is rare and costs no more than a draft.
 _MULTIPLIER = -7046029254386353131  # odd and well mixed: 2 ** 64 over the golden ratio, as an int64
-_SHIFT = 36  # the higher bits are the better mixed ones
+SHIFT = 36  # the higher bits are the better mixed ones
 
 
 @functools.cache
@@ -22,14 +22,14 @@ def compiled(name: str) -> Any:
 
 
 @numba.njit  # type: ignore[untyped-decorator]
-def _mix(key: int, token: int) -> int:
+def mix(key: int, token: int) -> int:
     """The key of a context that reaches one token further back."""
     return (key ^ (token + 1)) * _MULTIPLIER
 
 
 @numba.njit  # type: ignore[untyped-decorator]
 def _slot(key: int, slots: int) -> int:
-    return (key >> _SHIFT) & (slots - 1)
+    return (key >> SHIFT) & (slots - 1)
 
 
 def record_rows(
@@ -67,7 +67,7 @@ def record_rows(
                     tables.bases[token, rank] = base
                 previous = root_previous[request] if parents[row] < 0 else tokens[start + parents[row]]
                 if pair_slots and 0 <= previous < vocab:
-                    key = _mix(_mix(0, token), previous)
+                    key = mix(mix(0, token), previous)
                     slot = _slot(key, pair_slots)
                     tables.pair_keys[slot] = key
                     for rank in range(width):
@@ -86,7 +86,7 @@ def record_text(tables: Any, tokens: Any, start: int, longest: int) -> None:
             token = tokens[i - length]
             if not 0 <= token < vocab:
                 break
-            key = _mix(key, token)
+            key = mix(key, token)
             if length > 1:
                 slot = _slot(key, slots)
                 tables.text_keys[slot] = key
@@ -148,7 +148,7 @@ def grow_trees(
                 for i in range(len(context)):
                     if not 0 <= context[i] < vocab:
                         break
-                    key = _mix(key, context[i])
+                    key = mix(key, context[i])
                     if i == 0:
                         row = context[0]
                         continue

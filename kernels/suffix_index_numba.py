@@ -8,10 +8,7 @@ import numba
 import numpy as np
 
 from vllm_ext.kernels import backends
-
-# Contexts are hashed as in best_first_tree_numba.py. Two of one hash share a chain; `_find` compares the tokens.
-_MULTIPLIER = -7046029254386353131  # odd and well mixed: 2 ** 64 over the golden ratio, as an int64
-_SHIFT = 36  # the higher bits are the better mixed ones
+from vllm_ext.kernels.best_first_tree_numba import SHIFT, mix
 
 
 @functools.cache
@@ -22,12 +19,12 @@ def compiled(name: str) -> Any:
 
 @numba.njit  # type: ignore[untyped-decorator]
 def _slot(log: Any, last: int, order: int) -> Any:
-    """The hash of the ``order`` tokens that end at a position."""
+    """The hash of the ``order`` tokens that end at a position; of two with one hash `_find` compares the tokens."""
     mask = len(log) - 1
     key = 0
     for i in range(order):
-        key = (key ^ (log[(last - i) & mask] + 1)) * _MULTIPLIER
-    return key >> _SHIFT
+        key = mix(key, log[(last - i) & mask])
+    return key >> SHIFT
 
 
 def append(index: Any, tokens: Any, first: int, vocab_size: int) -> None:

@@ -73,34 +73,31 @@ def slice_dir(model_dir: str, tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(target)
 
 
+def engine(model_dir: str, method: dict[str, Any] | None = None, **options: Any) -> Iterator[Any]:
+    """An engine for as long as a fixture that yields from this lives."""
+    from vllm import LLM
+
+    llm = LLM(model_dir, speculative_config=method, **{**ENGINE_OPTIONS, **options})
+    yield llm
+    llm.llm_engine.engine_core.shutdown()
+
+
 @pytest.fixture(scope="session")
 def plain_llm(model_dir: str) -> Iterator[Any]:
     """A float32 engine without speculation: the reference of every comparison."""
-    from vllm import LLM
-
-    llm = LLM(model_dir, **ENGINE_OPTIONS)
-    yield llm
-    llm.llm_engine.engine_core.shutdown()
+    yield from engine(model_dir)
 
 
 @pytest.fixture(scope="session")
 def recycling_llm(model_dir: str) -> Iterator[Any]:
     """A float32 engine with Token Recycling."""
-    from vllm import LLM
-
     # A fixed budget: the outcome of a test depends on no clock, and every tree is verified whole.
-    method = {"method": "token_recycling", "num_speculative_tokens": 12, "budget": "fixed"}
-    llm = LLM(model_dir, speculative_config=method, **ENGINE_OPTIONS)
-    yield llm
-    llm.llm_engine.engine_core.shutdown()
+    yield from engine(
+        model_dir, {"method": "token_recycling", "num_speculative_tokens": 12, "budget": "fixed"}
+    )
 
 
 @pytest.fixture(scope="session")
 def hybrid_llm(model_dir: str) -> Iterator[Any]:
     """A float32 engine with all drafters that need nothing, fused."""
-    from vllm import LLM
-
-    method = {"method": "hybrid", "num_speculative_tokens": 12, "budget": "fixed"}
-    llm = LLM(model_dir, speculative_config=method, **ENGINE_OPTIONS)
-    yield llm
-    llm.llm_engine.engine_core.shutdown()
+    yield from engine(model_dir, {"method": "hybrid", "num_speculative_tokens": 12, "budget": "fixed"})

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from conftest import ENGINE_OPTIONS
+from conftest import engine
 from helpers import assert_same_outputs, own_prompts
 from vllm import SamplingParams
 
@@ -36,8 +36,6 @@ def answers(plain_llm: Any) -> list[list[int]]:
 def rest_llm(
     model_dir: str, plain_llm: Any, answers: list[list[int]], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Any]:
-    from vllm import LLM
-
     from vllm_ext.datastore_build import build
 
     folder = tmp_path_factory.mktemp("rest")
@@ -46,9 +44,7 @@ def rest_llm(
     store = folder / "store"
     build(sorted(folder.glob("*.txt")), store, model_dir, "text", False, lambda *_: None)
     method = {"method": "rest", "datastore": str(store), "num_speculative_tokens": 12, "budget": "fixed"}
-    llm = LLM(model_dir, speculative_config=method, **ENGINE_OPTIONS)
-    yield llm
-    llm.llm_engine.engine_core.shutdown()
+    yield from engine(model_dir, method)
 
 
 @pytest.mark.parametrize("batch_size", [1, 4])

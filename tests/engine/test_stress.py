@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from conftest import ENGINE_OPTIONS
+from conftest import engine
 from helpers import assert_same_outputs, own_prompts
 from vllm import SamplingParams
 
@@ -19,20 +19,12 @@ BLOCK_TOKENS = 128  # vLLM's on the CPU
 @pytest.fixture(scope="module")
 def small_llm(model_dir: str) -> Iterator[Any]:
     """Sixteen requests share seventeen blocks; a step has at most 192 tokens."""
-    from vllm import LLM
-
-    llm = LLM(
+    yield from engine(
         model_dir,
-        speculative_config={"method": "token_recycling", "budget": "fixed", "num_speculative_tokens": 8},
-        **{
-            **ENGINE_OPTIONS,
-            "max_num_seqs": 16,
-            "num_gpu_blocks_override": 17,
-            "max_num_batched_tokens": 192,
-        },
+        {"method": "token_recycling", "budget": "fixed", "num_speculative_tokens": 8},
+        num_gpu_blocks_override=17,
+        max_num_batched_tokens=192,
     )
-    yield llm
-    llm.llm_engine.engine_core.shutdown()
 
 
 def prompts(llm: Any, count: int) -> list[list[int]]:

@@ -184,6 +184,16 @@ def test_first_difference() -> None:
         (1, 2, 0.0, 0.1, 0.25, True),  # asked again, plain prefers the method's token
         (1, 2, 0.0, 0.4, 0.25, False),  # and by far: then plain's own answer needs explaining
         (1, 2, 0.3, 0.1, 0.25, False),
+        (
+            1,
+            2,
+            0.25001,
+            0.125,
+            0.25,
+            True,
+        ),  # two steps of a bfloat16 logit of 16 to 32, and the softmax's rounding
+        (1, 2, 0.2502, 0.125, 0.25, False),
+        (1, 2, 0.00001, 0.00001, 0.0, False),  # float32 gets no such room
         (1, 2, inf, 0.0, 0.25, False),  # not among the top 20
         (1, 2, 0.0, 0.0, 0.0, True),
         (1, 2, 0.001, 0.001, 0.0, False),

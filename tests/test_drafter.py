@@ -206,12 +206,18 @@ def test_budget_stops_at_max_tokens_and_max_model_len(
     assert recorder.requests[0].tokens.tolist() == [3] * prompt + [4] * output
 
 
-def test_tokens_after_the_end_are_in_no_counter(drafter: Drafter) -> None:
+def test_tokens_after_the_end_are_nobodys(drafter: Drafter, recorder: Recorder) -> None:
+    """They count nowhere, the proposer never sees them, and nothing is drafted behind them."""
     runner = Runner(
         {"a": ([1], [5, 2, 6, 6], params()), "b": ([1], [5, 9, 9], params(stop_token_ids=[5]))},
-        [[1] * 4, [1] * 3],
+        [[1, 5, 2, 6], [1, 5, 9]],
     )
-    step(drafter, runner, [3, 2], [[5, 2, 6, 6], [5, 9, 9]])
+    assert step(drafter, runner, [3, 2], [[5, 2, 6, 6], [5, 9, 9]]) == [[], []]
+    (rows,) = recorder.rows
+    assert list(rows.emitted) == [[5, 2], [5]]
+    assert rows.accepted.tolist() == [True, True, True, False, True, True, False]
+    assert [request.tokens.tolist() for request in recorder.requests] == [[1, 5, 2], [1, 5]]
+    assert [request.max_depth for request in recorder.requests] == [0, 0]
     counted = drafter.counters()
     assert counted["spec_emitted_tokens"] == 2 + 1
     assert counted["spec_accepted_tokens"] == 1 + 0

@@ -117,9 +117,14 @@ class Drafter:
             By batch index, the draft tokens of the next step.
         """
         drafts: list[list[int]] = [[] for _ in sampled]
+        # What follows an end token never reaches the output: nobody counts it, learns from it or hands it on.
+        kept = [
+            _kept(runner.requests[request_id].sampling_params, tokens)
+            for request_id, tokens in zip(runner.input_batch.req_ids, sampled, strict=True)
+        ]
         try:
-            self._observe(runner, trees, sampled)
-            requests, slots = self._requests(runner, num_draft_tokens, sampled)
+            self._observe(runner, trees, [tokens[:n] for tokens, n in zip(sampled, kept, strict=True)])
+            requests, slots = self._requests(runner, num_draft_tokens, sampled, kept)
             proposals = [
                 tree.best_chain() if request.chain and not tree.is_chain else tree
                 for request, tree in zip(requests, self.proposer.propose(requests), strict=True)
@@ -198,8 +203,8 @@ class Drafter:
     def _observe(self, runner: Any, trees: StepTrees, sampled: list[list[int]]) -> None:
         num_rows = np.diff(trees.row_start)
         accepted = trees.parents < 0
-        for start, path in zip(trees.row_start.tolist(), trees.accepted, strict=False):
-            accepted[[start + row for row in path]] = True
+        for start, path, tokens in zip(trees.row_start.tolist(), trees.accepted, sampled, strict=False):
+            accepted[[start + row for row in path[: len(tokens)]]] = True
         top, self._top = self._top, None
         if top is not None or not self.proposer.verified_top_k:
             self.proposer.observe(
@@ -223,24 +228,20 @@ class Drafter:
                 ],
                 [len(path) for path in trees.accepted],
             )
-        kept = [
-            _kept(runner.requests[request_id].sampling_params, tokens)
-            for request_id, tokens in zip(runner.input_batch.req_ids, sampled, strict=True)
-        ]
-        num_steps = sum(1 for n in kept if n)
+        num_emitted, num_steps = sum(map(len, sampled)), sum(map(bool, sampled))
         self._count(
             {
                 "spec_draft_tokens": int(num_rows.sum()) - len(num_rows),
-                "spec_accepted_tokens": sum(kept) - num_steps,
-                "spec_emitted_tokens": sum(kept),
+                "spec_accepted_tokens": num_emitted - num_steps,
+                "spec_emitted_tokens": num_emitted,
                 "spec_steps": num_steps,
             }
         )
 
     def _requests(
-        self, runner: Any, num_draft_tokens: int, sampled: list[list[int]]
+        self, runner: Any, num_draft_tokens: int, sampled: list[list[int]], kept: list[int]
     ) -> tuple[list[Request], list[int]]:
-        """The requests to draft for, and their batch indices."""
+        """The requests to draft for, and their batch indices. Those at their end get no drafts any more."""
         batch = runner.input_batch
         requests, slots = [], []
         for slot, (request_id, emitted) in enumerate(zip(batch.req_ids, sampled, strict=True)):
@@ -248,8 +249,10 @@ class Drafter:
                 continue
             state = runner.requests[request_id]
             params = state.sampling_params
-            num_tokens = int(batch.num_tokens_no_spec[slot])
+            num_tokens = int(batch.num_tokens_no_spec[slot]) - (len(emitted) - kept[slot])
             left = self._max_model_len - num_tokens
+            if emitted[kept[slot] - 1] in _ends(params):
+                left = 0
             if params.max_tokens is not None:
                 left = min(left, params.max_tokens - len(state.output_token_ids))
             started = request_id in self._sampling
@@ -289,10 +292,12 @@ def _sampling(params: Any) -> Sampling:
     return Sampling(params.temperature, params.top_p, params.top_k, params.min_p, params.seed)
 
 
+def _ends(params: Any) -> set[int | None]:
+    """Tokens that end a request."""
+    return {params.eos_token_id, *(params.stop_token_ids or ())}
+
+
 def _kept(params: Any, tokens: list[int]) -> int:
     """How many of a step's tokens reach the output: none after an end or stop token."""
-    ends = {params.eos_token_id, *(params.stop_token_ids or ())}
-    for count, token in enumerate(tokens, 1):
-        if token in ends:
-            return count
-    return len(tokens)
+    ends = _ends(params)
+    return next((count for count, token in enumerate(tokens, 1) if token in ends), len(tokens))

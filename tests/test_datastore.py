@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers
 from typer.testing import CliRunner
 
-from vllm_ext import datastore_build, datastore_input, vocabulary
+from vllm_ext import datastore_build, datastore_files, datastore_input, datastore_merge, vocabulary
 from vllm_ext.cli import app
 from vllm_ext.datastore_input import InputError, find_files, read_pieces
 from vllm_ext.kernels import suffix_array_ref as ref
@@ -154,8 +154,8 @@ def test_appended_and_merged_stores_draft_as_one_built_at_once(
     expected = drafts(folder / "whole")
     assert drafts(folder / "parts") == expected
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(datastore_build, "CHUNK", 7)
-        header = datastore_build.merge(folder / "parts", lambda *_: None)
+        patch.setattr(datastore_files, "CHUNK", 7)
+        header = datastore_merge.merge(folder / "parts", lambda *_: None)
     assert len(header.segments) == 1
     assert datastore.verify(folder / "parts") == header
     check_sorted(folder / "parts")
@@ -174,7 +174,7 @@ def test_segments_are_merged_as_far_as_positions_reach(
     for _ in range(4):
         build(tmp_path / "store", model, file, append=True)
     monkeypatch.setattr(datastore, "MAX_SEGMENT_TOKENS", 12)
-    header = datastore_build.merge(tmp_path / "store", lambda *_: None)
+    header = datastore_merge.merge(tmp_path / "store", lambda *_: None)
     assert [segment.num_tokens for segment in header.segments] == [10, 10, 5]
     assert documents(tmp_path / "store") == [[1, 2, 3]] * 5
 
@@ -495,12 +495,12 @@ def test_a_model_without_tokenizer_json(model_dir: str, tmp_path: Path) -> None:
 _KILLED = """
 import os, signal, sys
 from pathlib import Path
-from vllm_ext import datastore_build
+from vllm_ext import datastore_build, datastore_files, datastore_merge
 kill = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
 where, folder, model, source = sys.argv[1:]
 if where == "merge":
-    datastore_build._commit = kill
-    datastore_build.merge(Path(folder), lambda *_: None)
+    datastore_files.commit = kill
+    datastore_merge.merge(Path(folder), lambda *_: None)
 elif where == "replace":
     os.replace = kill
 elif where == "sorting":
@@ -550,7 +550,7 @@ def test_an_error_in_mid_build_leaves_the_old_store(
 def test_a_damaged_store_can_be_built_anew_but_not_added_to(store: Path, model: str, tmp_path: Path) -> None:
     (store / "000001.tokens").write_bytes(b"")
     with pytest.raises(DatastoreError, match=r"000001\.tokens is truncated"):
-        datastore_build.merge(store, lambda *_: None)
+        datastore_merge.merge(store, lambda *_: None)
     (store / "header.json").write_text("{")
     with pytest.raises(DatastoreError, match="damaged"):
         build(store, model, tmp_path / "in.jsonl", append=True)
@@ -566,11 +566,11 @@ def test_other_folders_and_other_writers_are_respected(store: Path, model: str, 
     with pytest.raises(DatastoreError, match="is a file; name a folder"):
         build(source, model, source)
     with pytest.raises(DatastoreError, match="there is no store"):
-        datastore_build.merge(tmp_path / "nowhere", lambda *_: None)
+        datastore_merge.merge(tmp_path / "nowhere", lambda *_: None)
     assert not (tmp_path / "nowhere").exists()
     with (store / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        for write_to in (lambda: build(store, model, source), lambda: datastore_build.merge(store, print)):
+        for write_to in (lambda: build(store, model, source), lambda: datastore_merge.merge(store, print)):
             with pytest.raises(DatastoreError, match="being written to by another process; wait"):
                 write_to()
     check(store, model)

@@ -24,7 +24,7 @@ from rich.progress import (
 from rich.table import Table
 
 if TYPE_CHECKING:
-    from vllm_ext.datastore_build import Progress as Report
+    from vllm_ext.datastore_files import Progress as Report
     from vllm_ext.proposers.datastore import Header
 
 datastore_app = typer.Typer(help="Make and look at the datastores of method rest.", no_args_is_help=True)
@@ -106,7 +106,7 @@ def info_command(
 @datastore_app.command("merge")
 def merge_command(folder: Annotated[Path, typer.Argument(help="Folder of a datastore.")]) -> None:
     """Make one segment of all: look-ups take the time of one. Until it is complete, the old ones stay."""
-    from vllm_ext.datastore_build import merge
+    from vllm_ext.datastore_merge import merge
 
     errors = Console(stderr=True)
     started = time.perf_counter()

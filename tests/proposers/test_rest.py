@@ -298,14 +298,11 @@ def test_options(tmp_path: Path) -> None:
         config.parse({"method": "rest"})
     with pytest.raises(ValueError, match=r"max_match=65 is not allowed; allowed: integer, 1 to 64"):
         config.parse({"method": "rest", "datastore": "x", "max_match": 65})
-    for options in ({"min_match": 5, "max_match": 4}, {"max_match": 1}):
-        most = options["max_match"]
+    for lengths in ({"min_match": 5, "max_match": 4}, {"max_match": 1}):
+        most = lengths["max_match"]
         with pytest.raises(ValueError, match=rf"min_match={most + 1}: it must be at most max_match={most}"):
-            config.parse({"method": "rest", "datastore": "x", **options})
-    assert (
-        config.parse({"method": "rest", "datastore": "x", "min_match": 16}).options.model_dump()["min_match"]
-        == 16
-    )
+            config.parse({"method": "rest", "datastore": "x", **lengths})
+    assert RestOptions.model_validate({"datastore": "x", "min_match": 16}).min_match == 16
     rows = {row[0]: row[1] for row in config.option_rows(RestOptions)}
     assert rows["datastore"] == "required"
     assert rows["max_match"] == "16"

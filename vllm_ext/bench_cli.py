@@ -19,8 +19,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from vllm_ext import __version__
-from vllm_ext.bench import EngineError, Report, Settings, run
-from vllm_ext.bench_data import parse_batch_sizes, parse_methods
+from vllm_ext.bench import Report, run
+from vllm_ext.bench_engine import EngineError
+from vllm_ext.bench_settings import Settings, parse_batch_sizes, parse_methods
 
 
 def bench_command(

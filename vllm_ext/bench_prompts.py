@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The prompts of ``vllm-ext bench``: reading, selecting, dealing out to rounds. No vLLM in here."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+WORKLOADS = ("fresh", "repeat")
+PROMPT_FIELDS = ("messages", "turns", "question", "prompt")
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One line of a prompt file."""
+
+    source: str  # file:line
+    category: str
+    messages: list[dict[str, Any]]  # OpenAI chat
+
+
+def load_prompts(paths: Iterable[Path]) -> list[Prompt]:
+    """All prompts of the JSON-lines files, in order.
+
+    Raises:
+        ValueError: an unreadable file or a line without a prompt, as file:line.
+    """
+    prompts = []
+    for path in paths:
+        try:
+            lines = path.read_text().splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ValueError(f"--prompts={path} cannot be read ({error}); correct the path.") from None
+        prompts += [
+            _prompt(line, f"{path}:{number}", path.stem)
+            for number, line in enumerate(lines, 1)
+            if line.strip()
+        ]
+    if not prompts:
+        raise ValueError("--prompts: the files hold no prompt; give at least one JSON line.")
+    return prompts
+
+
+def _prompt(line: str, source: str, default_category: str) -> Prompt:
+    try:
+        entry = json.loads(line)
+    except ValueError as error:
+        raise ValueError(f"{source}: not JSON ({error}); give one JSON object a line.") from None
+    fields = [name for name in PROMPT_FIELDS if name in entry] if isinstance(entry, dict) else []
+    if not fields:
+        raise ValueError(f"{source}: no prompt; allowed: an object with one of {', '.join(PROMPT_FIELDS)}.")
+    field = fields[0]
+    value = entry[field]
+    if field == "turns" and isinstance(value, list) and value:
+        value = value[0]  # a second turn would depend on the method's own first answer
+    if field == "messages":
+        valid = isinstance(value, list) and bool(value)
+        valid = valid and all(isinstance(message, dict) and "role" in message for message in value)
+    else:
+        valid = isinstance(value, str) and bool(value.strip())
+    if not valid:
+        raise ValueError(
+            f"{source}: {field}={value!r} is not a prompt; allowed: a text, for `turns` a list of "
+            "texts, for `messages` a list of chat messages."
+        )
+    messages = value if field == "messages" else [{"role": "user", "content": value}]
+    return Prompt(source, str(entry.get("category", default_category)), messages)
+
+
+def evenly_spaced(items: Sequence[T], limit: int | None) -> list[T]:
+    """At most ``limit`` items, spread over all: prompt files are often sorted by category."""
+    if limit is None or limit >= len(items):
+        return list(items)
+    return [items[index * len(items) // limit] for index in range(limit)]
+
+
+def rounds_of(num_prompts: int, num_rounds: int, workload: str) -> list[list[int]]:
+    """The prompt indices of each round: disjoint for ``fresh``, all each time for ``repeat``.
+
+    Raises:
+        ValueError: an unknown workload, or a round without a prompt.
+    """
+    if workload not in WORKLOADS:
+        raise ValueError(f"--workload={workload!r} is not allowed; allowed: {', '.join(WORKLOADS)}")
+    if workload == "repeat":
+        return [list(range(num_prompts)) for _ in range(num_rounds)]
+    if num_prompts < num_rounds:
+        raise ValueError(
+            f"--rounds={num_rounds} is not allowed with {num_prompts} prompts; allowed: at most "
+            "one round a prompt. Lower --rounds, or give more prompts."
+        )
+    return [list(range(first, num_prompts, num_rounds)) for first in range(num_rounds)]

@@ -104,12 +104,22 @@ def test_figures_by_hand() -> None:
     assert entry["draft_time_share"] == pytest.approx(0.5 / 3.5)
     counts = ("identical", "tie_divergences", "wrong_divergences", "prompts")
     assert [entry[key] for key in counts] == [1, 1, 1, 3]
+    assert entry["wrong"] == [str(wrong)]
+    assert entry["e2e_tokens_per_s_rounds"] == [2.0, 3.0]
+    assert entry["tokens_per_step_rounds"] == [8 / 3, 2.0]
+    assert entry["draft_tokens_per_step_rounds"] == [3.0, 3.0]
     assert entry["category"]["a"] == {
         "prompts": 2,
         "decode_tokens_per_s": 6 / 2.5,
+        "decode_tokens_per_s_rounds": [2.0, 4.0],
         "speedup_vs_plain": pytest.approx(2.4),
+        "speedup_vs_plain_rounds": [2.0, 4.0],
         "tokens_per_step": 2.0,
+        "tokens_per_step_rounds": [2.0, 2.0],
     }
+    # The second round has no prompt of this category.
+    assert entry["category"]["b"]["speedup_vs_plain_rounds"] == [4.0, None]
+    assert entry["category"]["b"]["tokens_per_step_rounds"] == [4.0, None]
     itself = summarise(plain, 2, plain_rounds, plain_rounds, [], 0.25)
     assert (itself["speedup_vs_plain"], itself["tokens_per_step"]) == (1.0, 1.0)
     json.dumps([entry, itself], allow_nan=False)

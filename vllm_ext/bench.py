@@ -87,14 +87,9 @@ def _compare(engines: Sequence[Engine], prompts: Sequence[EncodedPrompt], report
     tolerance = TIE_TOLERANCE.get(plain.dtype, 0.0)
     for engine in engines:
         found = _divergences(engine, plain, prompts)
-        report.runs.append(
-            summarise(engine.method, engine.batch_size, engine.rounds, plain.rounds, found, tolerance)
-        )
-        report.wrong += [
-            f"{engine.method.label}, batch size {engine.batch_size}: {divergence}"
-            for divergence in found
-            if not divergence.is_tie(tolerance)
-        ]
+        run = summarise(engine.method, engine.batch_size, engine.rounds, plain.rounds, found, tolerance)
+        report.runs.append(run)
+        report.wrong += [f"{run['label']}, batch size {run['batch_size']}: {line}" for line in run["wrong"]]
 
 
 def _divergences(engine: Engine, plain: Engine, prompts: Sequence[EncodedPrompt]) -> list[Divergence]:

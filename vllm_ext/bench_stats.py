@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from math import inf
 from statistics import median
 from typing import Any
@@ -134,14 +135,13 @@ def summarise(
 ) -> dict[str, Any]:
     """One entry of the JSON's ``runs``. Ratios pair rounds of the same prompts."""
     answers = [answer for round_ in rounds for answer in round_.answers]
-    plain_answers = [answer for round_ in plain_rounds for answer in round_.answers]
     pairs = list(zip(rounds, plain_rounds, strict=True))
     speeds = [round_.decode_tokens_per_s for round_ in rounds]
     speedups = [ratio(ours.decode_tokens_per_s, plain.decode_tokens_per_s) for ours, plain in pairs]
-    num_steps = sum(answer.decode_steps for answer in answers)
+    e2e_speeds = [round_.e2e_tokens_per_s for round_ in rounds]
+    num_steps = [sum(answer.decode_steps for answer in round_.answers) for round_ in rounds]
     draft_s = [round_.draft_s for round_ in rounds if round_.draft_s is not None]
-    wrong = sum(not divergence.is_tie(tolerance) for divergence in divergences)
-    categories = sorted({answer.category for answer in answers})
+    wrong = [divergence for divergence in divergences if not divergence.is_tie(tolerance)]
     return {
         "method": method.name,
         "label": method.label,
@@ -151,37 +151,51 @@ def summarise(
         "decode_tokens_per_s_rounds": speeds,
         "speedup_vs_plain": _median(speedups),
         "speedup_vs_plain_rounds": speedups,
-        "e2e_tokens_per_s": _median(round_.e2e_tokens_per_s for round_ in rounds),
+        "e2e_tokens_per_s": _median(e2e_speeds),
+        "e2e_tokens_per_s_rounds": e2e_speeds,
         "e2e_speedup_vs_plain": _median(
             ratio(ours.e2e_tokens_per_s, plain.e2e_tokens_per_s) for ours, plain in pairs
         ),
         "ttft_ms": 1000 * median(answer.step_times_s[0] - answer.submitted_s for answer in answers),
         "tokens_per_step": _tokens_per_step(answers),
-        "draft_tokens_per_step": ratio(sum(r.num_draft_tokens for r in rounds), num_steps),
+        "tokens_per_step_rounds": [_tokens_per_step(round_.answers) for round_ in rounds],
+        "draft_tokens_per_step": ratio(sum(r.num_draft_tokens for r in rounds), sum(num_steps)),
+        "draft_tokens_per_step_rounds": [
+            ratio(round_.num_draft_tokens, steps) for round_, steps in zip(rounds, num_steps, strict=True)
+        ],
         "draft_time_share": ratio(sum(draft_s), sum(round_.decode_s for round_ in rounds))
         if len(draft_s) == len(rounds)
         else None,
         "identical": len(answers) - len(divergences),
-        "tie_divergences": len(divergences) - wrong,
-        "wrong_divergences": wrong,
+        "tie_divergences": len(divergences) - len(wrong),
+        "wrong_divergences": len(wrong),
+        "wrong": [str(divergence) for divergence in wrong],
         "prompts": len(answers),
         "category": {
-            category: _category(
-                [answer for answer in answers if answer.category == category],
-                [answer for answer in plain_answers if answer.category == category],
-            )
-            for category in categories
+            category: _category(_only(rounds, category), _only(plain_rounds, category))
+            for category in sorted({answer.category for answer in answers})
         },
     }
 
 
-def _category(answers: Sequence[Answer], plain_answers: Sequence[Answer]) -> dict[str, Any]:
-    speed = _request_speed(answers)
+def _only(rounds: Sequence[Round], category: str) -> list[list[Answer]]:
+    return [[answer for answer in round_.answers if answer.category == category] for round_ in rounds]
+
+
+def _category(rounds: Sequence[list[Answer]], plain_rounds: Sequence[list[Answer]]) -> dict[str, Any]:
+    """Figures over all rounds' answers together, and of each round: None where it has no such prompt."""
+    answers, plain_answers = list(chain(*rounds)), list(chain(*plain_rounds))
+    speed, speeds = _request_speed(answers), [_request_speed(round_) for round_ in rounds]
     return {
         "prompts": len(answers),
         "decode_tokens_per_s": speed,
+        "decode_tokens_per_s_rounds": speeds,
         "speedup_vs_plain": ratio(speed, _request_speed(plain_answers)),
+        "speedup_vs_plain_rounds": [
+            ratio(ours, _request_speed(plain)) for ours, plain in zip(speeds, plain_rounds, strict=True)
+        ],
         "tokens_per_step": _tokens_per_step(answers),
+        "tokens_per_step_rounds": [_tokens_per_step(round_) for round_ in rounds],
     }
 
 

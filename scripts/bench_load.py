@@ -8,6 +8,7 @@ fixed budget is chosen on one half of the rounds and compared on the other, and 
 several noisy figures is too good on the rounds that made it the best.
 
     .venv/bin/python scripts/bench_load.py --model MODEL --prompts FILE.jsonl --json OUT.json
+    .venv/bin/vllm-ext report OUT.json --html OUT.html
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import json
 import os
 import platform
 import statistics
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -125,6 +127,7 @@ def main() -> None:
         row: dict[str, Any] = {
             "batch_size": batch_size,
             "plain_tokens_per_s": statistics.median(rates["plain"]),
+            "plain_tokens_per_s_rounds": rates["plain"],
         }
         for kind in kinds[1:]:
             ratios = [rate / base for rate, base in zip(rates[kind], rates["plain"], strict=True)]
@@ -132,6 +135,8 @@ def main() -> None:
             row[name] = {
                 "speedup": statistics.median(ratios),
                 "rounds": ratios,
+                "tokens_per_s": statistics.median(rates[kind]),
+                "tokens_per_s_rounds": rates[kind],
                 "nodes_per_step": statistics.median(nodes[kind]),
             }
         pairs, chosen = [], []
@@ -158,7 +163,8 @@ def main() -> None:
             json.dumps(
                 {
                     "options": vars(arguments)
-                    | {"prompts": arguments.prompts.name, "json": None, "model": Path(arguments.model).name},
+                    | {"prompts": arguments.prompts.name, "json": None, "model": Path(arguments.model).name}
+                    | {"command_line": sys.argv},
                     "machine": machine,
                     "rows": table,
                 },

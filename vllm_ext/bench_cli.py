@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``vllm-ext bench``: its options, its table and its JSON."""
+"""``vllm-ext bench``: its options, its table, its JSON and its page; ``vllm-ext report``: the page alone."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import json
 import os
 import platform
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -72,6 +73,12 @@ def bench_command(
         ),
     ] = None,
     json_path: Annotated[Path | None, typer.Option("--json", help="Write all figures to this file.")] = None,
+    html_path: Annotated[
+        Path | None,
+        typer.Option(
+            "--html", help="Write a page with plots to this file; needs matplotlib: vllm-ext[report]."
+        ),
+    ] = None,
     verbose: Annotated[bool, typer.Option("--verbose", help="Show vLLM's log.")] = False,
 ) -> None:
     """Compare methods on real engines: speed beside plain vLLM, and whether outputs are the same.
@@ -95,8 +102,10 @@ def bench_command(
             compile=compile_model,
             verbose=verbose,
         )
-        if json_path is not None and not json_path.resolve().parent.is_dir():
-            raise ValueError(f"--json={json_path}: its folder does not exist; create it first.")
+        _check_folder("--json", json_path)
+        _check_folder("--html", html_path)
+        if html_path is not None:
+            _html()  # now, and not after the run
         report = _run(settings, errors)
     except ValueError as error:
         errors.print(f"[red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
@@ -106,15 +115,71 @@ def bench_command(
         raise typer.Exit(1) from None
 
     console.print(_table(report))
+    content = {
+        "environment": _environment(settings, report.dtype),
+        "notices": report.notices,
+        "runs": report.runs,
+    }
     if json_path is not None:
-        content = {"environment": _environment(settings, report.dtype), "runs": report.runs}
         json_path.write_text(json.dumps(content, indent=2) + "\n")
+    if html_path is not None:
+        name = "this run, saved nowhere else" if json_path is None else json_path.name
+        html_path.write_text(_html()([(name, content)]), encoding="utf-8")
     for notice in report.notices:
         errors.print(f"[yellow]note:[/] {escape(notice)}", highlight=False, soft_wrap=True)
     for line in report.wrong:
         errors.print(f"[red]wrong:[/] {escape(line)}", highlight=False, soft_wrap=True)
     if report.wrong:
         raise typer.Exit(1)
+
+
+def report_command(
+    files: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="FILE.json...", help="From vllm-ext bench --json, or from scripts/bench_load.py."
+        ),
+    ],
+    html_path: Annotated[Path, typer.Option("--html", help="Write the page to this file.")],
+) -> None:
+    """Make bench's page from saved figures: one file that needs no network, with plots and tables.
+
+    Several files of the same conditions, such as one for each batch size, are joined.
+    Needs matplotlib: vllm-ext[report].
+    """
+    try:
+        _check_folder("--html", html_path)
+        html = _html()
+        documents = [(path.name, _load(path)) for path in files]
+        html_path.write_text(html(documents), encoding="utf-8")
+    except (ValueError, OSError) as error:
+        Console(stderr=True).print(f"[red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
+        raise typer.Exit(2) from None
+
+
+def _load(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path}: not JSON ({error}); give a file of vllm-ext bench --json.") from None
+
+
+def _check_folder(option: str, path: Path | None) -> None:
+    if path is not None and not path.resolve().parent.is_dir():
+        raise ValueError(f"{option}={path}: its folder does not exist; create it first.")
+
+
+def _html() -> Callable[[Sequence[tuple[str, Any]]], str]:
+    """What makes the page. Only here: a server, and a bench without a page, need no matplotlib."""
+    try:
+        from vllm_ext.bench_report import html
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        raise ValueError(
+            f"--html needs {package}, which is not installed: pip install 'vllm-ext[report]'. Or write --json "
+            "here, and make the page from it elsewhere with vllm-ext report."
+        ) from None
+    return html
 
 
 def _run(settings: Settings, console: Console) -> Report:

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from vllm_ext import __version__
-from vllm_ext.bench_cli import bench_command
+from vllm_ext.bench_cli import bench_command, report_command
 from vllm_ext.datastore_cli import datastore_app
 from vllm_ext.demo_cli import demo_command
 
@@ -23,6 +23,7 @@ app = typer.Typer(
 )
 app.command("demo")(demo_command)
 app.command("bench")(bench_command)
+app.command("report")(report_command)
 app.add_typer(datastore_app, name="datastore")
 
 

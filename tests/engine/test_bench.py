@@ -49,14 +49,18 @@ RUN_KEYS = {
     "speedup_vs_plain",
     "speedup_vs_plain_rounds",
     "e2e_tokens_per_s",
+    "e2e_tokens_per_s_rounds",
     "e2e_speedup_vs_plain",
     "ttft_ms",
     "tokens_per_step",
+    "tokens_per_step_rounds",
     "draft_tokens_per_step",
+    "draft_tokens_per_step_rounds",
     "draft_time_share",
     "identical",
     "tie_divergences",
     "wrong_divergences",
+    "wrong",
     "prompts",
     "category",
 }
@@ -99,7 +103,7 @@ def test_plain_and_ngram(model_dir: str, prompt_file: Path, tmp_path: Path) -> N
     assert "ngram(num_speculative_tokens=3)" in result.stdout
 
     report = json.loads(out.read_text())
-    assert set(report) == {"environment", "runs"}
+    assert set(report) == {"environment", "notices", "runs"}
     assert set(report["environment"]) == ENVIRONMENT_KEYS
     assert report["environment"]["dtype"] == "float32"
     plain, ngram = report["runs"]
@@ -141,6 +145,7 @@ def check_figures(run: dict[str, Any]) -> None:
     }
     # At batch size 1 the rounds' decode time is the sum over requests, as in the categories.
     speeds = [entry["decode_tokens_per_s"] for entry in run["category"].values()]
+    assert all(len(entry["speedup_vs_plain_rounds"]) == 2 for entry in run["category"].values())
     assert min(speeds) <= max(first, second)
     assert max(speeds) >= min(first, second)
 

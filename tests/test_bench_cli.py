@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``vllm-ext bench`` and ``vllm-ext report``: which files they write, without an engine."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from vllm_ext import bench_cli
+from vllm_ext.bench import Report
+from vllm_ext.bench_report import html
+from vllm_ext.bench_settings import Method
+from vllm_ext.bench_stats import Answer, Round, summarise
+from vllm_ext.cli import app
+
+BENCHMARKS = Path(__file__).parents[1] / "docs" / "benchmarks"
+BATCH_1, BATCH_4 = (BENCHMARKS / f"2026-11-21-cpu-batch-{size}.json" for size in (1, 4))
+
+
+def invoke(*arguments: object) -> Any:
+    return CliRunner().invoke(app, list(map(str, arguments)))
+
+
+def measured(wrong: list[str]) -> Report:
+    """What a run of two methods, one twice as fast, comes to."""
+    rounds = {
+        name: [Round([Answer(0, "qa", 0.0, [1, 2, 3], [1.0, 1.0 + t, 1.0 + 2 * t])], 4.0, 0, 0.0)] * 2
+        for name, t in (("plain", 1.0), ("fast", 0.5))
+    }
+    runs = [summarise(Method(name, {}, name), 1, rounds[name], rounds["plain"], [], 0.0) for name in rounds]
+    return Report(dtype="float32", runs=runs, wrong=wrong, notices=["one prompt skipped"])
+
+
+def bench(monkeypatch: pytest.MonkeyPatch, *arguments: object, wrong: tuple[str, ...] = ()) -> Any:
+    monkeypatch.setattr(bench_cli, "run", lambda settings, progress: measured(list(wrong)))
+    return invoke("bench", "--model", "M", "--prompts", "p.jsonl", *arguments)
+
+
+def without_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.startswith(("matplotlib", "vllm_ext.bench_"))]:
+        if name not in ("vllm_ext.bench_cli", "vllm_ext.bench_settings", "vllm_ext.bench_engine"):
+            monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.delattr("vllm_ext.bench_report", raising=False)
+
+
+@pytest.mark.parametrize(("wrong", "code"), [((), 0), (("prompt 0: another",), 1)])
+def test_bench_writes_the_page_of_its_json(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, wrong: tuple[str, ...], code: int
+) -> None:
+    figures, page = tmp_path / "out.json", tmp_path / "out.html"
+    result = bench(monkeypatch, "--json", figures, "--html", page, wrong=wrong)
+    assert result.exit_code == code, result.output
+    saved = json.loads(figures.read_text())
+    assert saved["notices"] == ["one prompt skipped"]
+    assert saved["runs"][1]["category"]["qa"]["speedup_vs_plain_rounds"] == [2.0, 2.0]
+    assert page.read_text(encoding="utf-8") == html([("out.json", saved)])
+    assert "2.00x" in page.read_text(encoding="utf-8")
+
+
+def test_bench_writes_a_page_without_json(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert bench(monkeypatch, "--html", tmp_path / "out.html").exit_code == 0
+    assert [file.name for file in tmp_path.iterdir()] == ["out.html"]
+
+
+def test_report_joins_files(tmp_path: Path) -> None:
+    page = tmp_path / "out.html"
+    result = invoke("report", BATCH_1, BATCH_4, "--html", page)
+    assert result.exit_code == 0, result.output
+    text = page.read_text(encoding="utf-8")
+    assert text == html([(file.name, json.loads(file.read_text())) for file in (BATCH_1, BATCH_4)])
+    assert "Throughput and batch size" in text
+    assert BATCH_4.name in text
+
+
+def test_report_refuses_what_it_cannot_read(tmp_path: Path) -> None:
+    page, broken = tmp_path / "out.html", tmp_path / "broken.json"
+    broken.write_text("{")
+    for arguments, message in (
+        ((tmp_path / "none.json", "--html", page), "none.json"),
+        ((broken, "--html", page), "broken.json: not JSON"),
+        ((BATCH_1, "--html", tmp_path / "none" / "out.html"), "its folder does not exist"),
+        ((BATCH_1,), "--html"),
+    ):
+        result = invoke("report", *arguments)
+        assert result.exit_code == 2
+        assert message in result.output
+    assert not page.exists()
+
+
+def test_without_matplotlib_bench_says_so_before_it_runs(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    without_matplotlib(monkeypatch)
+    started = []
+    monkeypatch.setattr(bench_cli, "run", lambda settings, progress: started.append(1))
+    for arguments in (["bench", "--model", "M", "--prompts", "p.jsonl"], ["report", BATCH_1]):
+        result = invoke(*arguments, "--html", tmp_path / "out.html")
+        assert result.exit_code == 2
+        assert "needs matplotlib, which is not installed" in result.output
+        assert "pip install 'vllm-ext[report]'" in result.output
+    assert not started
+
+
+def test_without_matplotlib_bench_without_a_page_runs(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    without_matplotlib(monkeypatch)
+    assert bench(monkeypatch, "--json", tmp_path / "out.json").exit_code == 0
+    assert (tmp_path / "out.json").exists()

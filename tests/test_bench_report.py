@@ -177,6 +177,46 @@ def test_the_bars_are_as_long_as_the_json_says(saved: dict[str, Any]) -> None:
         assert [name for name in re.findall(r">([a-z ]+)<", svg) if name in categories] == categories
 
 
+def places(svg: str, colour: str) -> list[tuple[float, float]]:
+    """Where markers of a colour are, in pixels right and up."""
+    found = re.findall(
+        rf'<use href="#[^"]*" x="([\d.]+)" y="([\d.]+)" style="[^"]*fill: var\(--{colour}\)', svg
+    )
+    return [(float(x), -float(y)) for x, y in found]
+
+
+def test_points_and_lines_are_where_the_json_says(saved: dict[str, Any]) -> None:
+    lone = html([("a.json", saved)])
+    [svg] = re.findall(r"<svg[^>]*aria-label=\"Points.*?</svg>", lone, re.DOTALL)
+    [(x0, y0)] = places(svg, "plain")  # no nodes, one token
+    first, second = saved["runs"][1:]
+    [(x1, y1)], [(x2, y2)] = places(svg, "m0"), places(svg, "m1")
+    for one, two, key, less in (
+        (x1 - x0, x2 - x0, "draft_tokens_per_step", 0),
+        (y1 - y0, y2 - y0, "tokens_per_step", 1),
+    ):
+        assert one > 0
+        assert two / one == pytest.approx((second[key] - less) / (first[key] - less), abs=1e-3)
+
+    four = [run("plain", 4, 1.0), run("second", 4, 0.8)]
+    both = html([("a.json", document(saved["runs"][0], saved["runs"][2], *four))])
+    svgs = re.findall(r"<svg[^>]*aria-label=\"Lines.*?</svg>", both, re.DOTALL)
+    assert len(svgs) == 2
+    for svg in svgs:
+        plain, ours = places(svg, "plain"), places(svg, "m0")
+        assert [x for x, _ in plain] == [x for x, _ in ours]
+        bottoms = [
+            -float(y) - float(h)
+            for y, h in re.findall(r'<rect x="[^"]*" y="([^"]*)" [^>]*height="([^"]*)"', svg)
+        ]
+        # Throughput: plain is 30 tokens/s at both sizes. Speed-up: 1. So both panels have the same ratios.
+        assert len(bottoms) == 2
+        for panel, bottom in enumerate(bottoms):
+            heights = [y - bottom for _, y in plain[2 * panel :][:2] + ours[2 * panel :][:2]]
+            ratios = [height / heights[0] for height in heights]
+            assert ratios == pytest.approx([1, 1, second["speedup_vs_plain"], 0.8], abs=1e-3)
+
+
 def test_it_is_one_file_that_loads_nothing(saved: dict[str, Any]) -> None:
     text = html([("a.json", saved)])
     assert text.startswith("<!DOCTYPE html>")
@@ -258,6 +298,7 @@ def test_hostile_names_stay_text(saved: dict[str, Any]) -> None:
     }
     evil["environment"]["command_line"] = [HOSTILE]
     evil["notices"] = [HOSTILE]
+    evil["runs"][1]["category"]["$x^2$"] = {"prompts": 1, "speedup_vs_plain": 1.5}
     evil["runs"][1] |= {"wrong_divergences": 1, "wrong": [HOSTILE]}
     text = html([(HOSTILE, evil)])
     text.encode()
@@ -267,6 +308,7 @@ def test_hostile_names_stay_text(saved: dict[str, Any]) -> None:
     assert "\x00" not in text
     shown = HOSTILE.replace("\x00", "\ufffd").replace("\ud800", "\ufffd")
     assert page.text.count(shown) >= 8
+    assert any("$x^2$" in svg for svg in page.svgs)  # no formula
     assert any(shown[:20] in label for svg in page.svgs for label in svg)  # cut, in the plot
 
 

@@ -76,7 +76,7 @@ def bench_command(
     html_path: Annotated[
         Path | None,
         typer.Option(
-            "--html", help="Write a page with plots to this file; needs matplotlib: vllm-ext[report]."
+            "--html", help="Write a page with plots to this file; needs the extra 'report' (matplotlib)."
         ),
     ] = None,
     verbose: Annotated[bool, typer.Option("--verbose", help="Show vLLM's log.")] = False,
@@ -145,7 +145,7 @@ def report_command(
     """Make bench's page from saved figures: one file that needs no network, with plots and tables.
 
     Several files of the same conditions, such as one for each batch size, are joined.
-    Needs matplotlib: vllm-ext[report].
+    Needs the extra 'report' (matplotlib).
     """
     try:
         _check_folder("--html", html_path)

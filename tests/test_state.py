@@ -140,6 +140,15 @@ def test_what_cannot_be_used_is_said(file: StateFile, changes: dict[str, str], s
         file.load()
 
 
+def test_the_checksum_covers_the_metadata(file: StateFile) -> None:
+    checksum = state._checksum(file._metadata(), arrays())
+    with_metadata(file, checksum=checksum)
+    assert same(file.load(), arrays())
+    with_metadata(file, checksum=checksum, vllm_ext="0.0.1")
+    with pytest.raises(StateError, match="its checksum does not fit"):
+        file.load()
+
+
 def test_files_that_are_none(file: StateFile) -> None:
     for content in (b"", b"\0" * 100, b"x" * 7, b"\xff" * 64):
         file.path.write_bytes(content)

@@ -34,7 +34,8 @@ def let_engines_save(seconds: float) -> None:
 
     With ``--shutdown-timeout 0``, the default, `vllm serve` sends its engines SIGTERM and in the same moment SIGKILL:
     no worker could save anything. vLLM has a function for how long they get, which makes room on ROCm only; here it
-    does everywhere. Requests are aborted as before, and an engine that is done earlier is not waited for.
+    does everywhere. Requests are aborted as before, and an engine that is done earlier is not waited for. The one
+    symbol that a supported vLLM may lack: without it, what was learnt since the last save can be lost.
     """
     from vllm.v1.engine import utils
 

@@ -257,13 +257,16 @@ def test_a_rebuilt_index_answers_alike(
     text = SuffixIndex.empty(64)
     append(text, np.array(context, np.int32), 0, 3)
     moved = index.end[0] - again.end[0]  # positions begin anew
-    for least in (1, 3):
-        positions, lengths = find(index, text, least, 32)
-        new_positions, new_lengths = find(again, text, least, 32)
-        assert (positions - moved).tolist() == new_positions.tolist()
-        assert lengths.tolist() == new_lengths.tolist()
-    for one, other in zip(contents(index), contents(again), strict=True):
-        assert np.array_equal(one, other)
+    for tokens, first in [(list[int](), 0), *parts]:  # also when both go on
+        for part in (index, again):
+            append(part, np.array(tokens, np.int32), first, 3)
+        for least in (1, 3):
+            positions, lengths = find(index, text, least, 32)
+            new_positions, new_lengths = find(again, text, least, 32)
+            assert (positions - moved).tolist() == new_positions.tolist()
+            assert lengths.tolist() == new_lengths.tolist()
+        for one, other in zip(contents(index), contents(again), strict=True):
+            assert np.array_equal(one, other)
 
 
 def test_a_row_with_one_token_twice_is_refused() -> None:
@@ -292,6 +295,23 @@ def test_finished_outputs_count_before_they_are_shared() -> None:
     kept = old.learned()
     assert kept["tokens"].tolist() == [1, 2, 3, 4, 5, SEPARATOR]
     assert kept["findable"].tolist() == [False, True, True, True, True, True]
+
+
+def test_asking_one_rank_does_not_change_the_order_of_sharing() -> None:
+    """Outputs are shared in the order their requests started, whenever they end and whoever is asked meanwhile."""
+    asked, other = suffix(), suffix()
+    requests = [Request(name, np.array([1, 2, ord(name) - 90], np.int32), 2, 4, 4, GREEDY) for name in "ab"]
+    for proposer in (asked, other):
+        for request in requests:
+            proposer.start(request)
+        proposer.propose(requests)
+        proposer.finish("b")
+        if proposer is asked:
+            proposer.learned()
+        proposer.finish("a")
+        proposer.propose([])
+    for field in SuffixIndex._fields:
+        assert np.array_equal(getattr(asked.shared, field), getattr(other.shared, field))
 
 
 def test_nothing_is_kept_by_default() -> None:

@@ -8,6 +8,7 @@ form. numba is imported at the first call: vLLM's worker cannot start in a proce
 """
 
 import functools
+import itertools
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,8 +19,10 @@ Int64 = npt.NDArray[np.int64]
 Float32 = npt.NDArray[np.float32]
 Float64 = npt.NDArray[np.float64]
 UInt8 = npt.NDArray[np.uint8]
+Bool = npt.NDArray[np.bool_]
 
 SEPARATOR = -1  # stands between texts; equals nothing and follows nothing
+CONTEXT_ONLY = -1  # in place of a link: nothing is found to follow this position
 NUM_ORDERS = 4  # the last 1, 2, 4 and 8 tokens have a chain each
 LONGEST_ORDER = 1 << NUM_ORDERS - 1
 # One int32 and, for each order, an int32 and an int64.
@@ -36,7 +39,8 @@ class SuffixIndex(NamedTuple):
     """
 
     log: Int32  # [capacity], a power of two: token ids, SEPARATOR where there is none
-    previous: Int32  # [NUM_ORDERS, capacity] how far back the context ending here ended before; 0: nowhere
+    previous: Int32  # [NUM_ORDERS, capacity] how far back the context ending here ended before; 0: nowhere.
+    # A context of no chain has any number, its first order CONTEXT_ONLY if the token was appended as that.
     newest: (
         Int64  # [NUM_ORDERS, capacity] by hash of the context: the position where it ended last; 0: nowhere
     )
@@ -85,6 +89,37 @@ def append(index: SuffixIndex, tokens: Int32, first: int, vocab_size: int) -> No
         vocab_size: number of token ids.
     """
     _compiled("append")(index, tokens, first, vocab_size)
+
+
+def contents(index: SuffixIndex) -> tuple[Int32, Bool]:
+    """What `rebuild` makes an index of, of which every answer is this one's.
+
+    Returns:
+        int32 ``[num_tokens]`` the tokens that are not forgotten, oldest first, and bool ``[num_tokens]`` those whose
+        successors can be found; of separators either.
+    """
+    capacity, end = len(index.log), int(index.end[0])
+    if end <= capacity:
+        tokens, links = index.log[1:end].copy(), index.previous[0, 1:end]
+    else:
+        oldest = end % capacity
+        tokens = np.concatenate([index.log[oldest:], index.log[:oldest]])
+        links = np.concatenate([index.previous[0, oldest:], index.previous[0, :oldest]])
+    return tokens, links != CONTEXT_ONLY
+
+
+def rebuild(capacity: int, tokens: Int32, findable: Bool, vocab_size: int) -> SuffixIndex:
+    """An index of the last ``capacity`` tokens of `contents`, or of several in a row."""
+    index = SuffixIndex.empty(capacity)
+    # A copy of exactly this type, or numba would compile once more.
+    tokens, findable = np.array(tokens[-capacity:], np.int32), findable[-capacity:]
+    # A part is context, possibly none, and what is found to follow.
+    begins = np.flatnonzero(np.diff(findable, prepend=np.True_) & ~findable).tolist()
+    bounds = [0, *(begin for begin in begins if begin), len(tokens)]
+    for begin, end in itertools.pairwise(bounds):
+        first = int(findable[begin:end].argmax()) if findable[begin:end].any() else end - begin
+        append(index, tokens[begin:end], first, vocab_size)
+    return index
 
 
 def find(index: SuffixIndex, text: SuffixIndex, min_match: int, max_match: int) -> tuple[Int64, Int64]:

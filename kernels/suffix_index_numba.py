@@ -9,6 +9,7 @@ import numpy as np
 
 from vllm_ext.kernels import backends
 from vllm_ext.kernels.best_first_tree_numba import SHIFT, mix
+from vllm_ext.kernels.suffix_index import CONTEXT_ONLY
 
 
 @functools.cache
@@ -39,7 +40,9 @@ def append(index: Any, tokens: Any, first: int, vocab_size: int) -> None:
         token = tokens[i] if 0 <= tokens[i] < vocab_size else -1
         log[end & mask] = token
         run = run + 1 if token >= 0 else 0
-        if i >= first:
+        if i < first:
+            index.previous[0, end & mask] = CONTEXT_ONLY
+        else:
             for o in range(num_orders):
                 if run < 1 << o:
                     break

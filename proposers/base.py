@@ -16,7 +16,7 @@ the output: verification sees to that. Everywhere ``p`` is the target's distribu
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -24,6 +24,7 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict, Field
 
+from vllm_ext.proposers.learned import Learned, check_names
 from vllm_ext.proposers.tree import DraftTree, Float32, Int32
 
 # vLLM's rejection sampler verifies at most this many draft tokens of one request in one step.
@@ -48,6 +49,17 @@ class MethodOptions(BaseModel):
         default="goodput",
         description="goodput: of each tree verify what pays at the current load, down to nothing; "
         "fixed: always num_speculative_tokens",
+    )
+    state_dir: str | None = Field(
+        default=None,
+        min_length=1,
+        description="folder where what the method learns is kept over restarts; none: it is forgotten",
+    )
+    state_interval_minutes: float = Field(
+        default=10.0,
+        ge=0.1,
+        le=1440.0,
+        description="how often it is saved while the server runs; also when it shuts down",
     )
 
 
@@ -143,3 +155,20 @@ class Proposer(ABC):
 
     def finish(self, request_id: str) -> None:
         """Forget a request."""
+
+    def learned(self) -> dict[str, Learned]:
+        """What is worth keeping over a restart, by name. Nothing that belongs to one request.
+
+        C-contiguous copies: they are written to disk while requests go on. Changes nothing, not even what is only
+        tidying up: of tensor-parallel ranks one is asked, and all must go on alike.
+        """
+        return {}
+
+    def restore(self, arrays: Mapping[str, Learned]) -> None:
+        """Take over what `learned` of an equal proposer gave; called before any request.
+
+        Raises:
+            ValueError: naming the array, and how its shape, type or values differ from what can be used. Then the
+                proposer is not to be used any more: some of the arrays may have been taken over.
+        """
+        check_names(arrays, ())

@@ -13,7 +13,7 @@ first distribution (there is none among these drafters).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -24,6 +24,7 @@ from vllm_ext.kernels.best_first_tree import Float64, UInt8, judge_tree
 from vllm_ext.kernels.fuse_trees import fuse_trees
 from vllm_ext.proposers import registry
 from vllm_ext.proposers.base import MethodOptions, Proposer, Request, VerifiedRows
+from vllm_ext.proposers.learned import Learned, check_names, restore_counts
 from vllm_ext.proposers.tree import DraftTree, Float32, Int32
 
 BOUNDS: Float32 = np.array(
@@ -176,6 +177,32 @@ class Hybrid(Proposer):
         self._drafted.pop(request_id, None)
         for drafter in self.drafters:
             drafter.finish(request_id)
+
+    def learned(self) -> dict[str, Learned]:
+        """See `Proposer.learned`: the counts, and what drafter ``i`` has learnt as ``i.NAME``."""
+        arrays = {"hits": self.hits.copy(), "trials": self.trials.copy()}
+        for i, drafter in enumerate(self.drafters):
+            arrays |= {f"{i}.{name}": array for name, array in drafter.learned().items()}
+        return arrays
+
+    def restore(self, arrays: Mapping[str, Learned]) -> None:
+        """See `Proposer.restore`."""
+        own: dict[str, Learned] = {}
+        parts: dict[str, dict[str, Learned]] = {str(i): {} for i in range(len(self.drafters))}
+        for name, array in arrays.items():
+            drafter_place, _, its_name = name.partition(".")
+            if drafter_place in parts:
+                parts[drafter_place][its_name] = array
+            else:
+                own[name] = array
+        check_names(own, ("hits", "trials"))
+        restore_counts(own, self.hits, self.trials, PRIOR_TRIALS, FADE)
+        place = 0
+        try:
+            for place, drafter in enumerate(self.drafters):
+                drafter.restore(parts[str(place)])
+        except ValueError as error:
+            raise ValueError(f"{place}.{error}") from None
 
     def warm_up(self) -> None:
         """Compile what would else stall the first request."""

@@ -21,7 +21,7 @@ Deviations, all ours:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import ClassVar
 
@@ -34,6 +34,7 @@ from vllm_ext.kernels.suffix_array import SORTED_TOKENS, continuations, find, gr
 from vllm_ext.proposers import datastore
 from vllm_ext.proposers.base import MethodOptions, Proposer, Request, Sampling, VerifiedRows
 from vllm_ext.proposers.datastore import Datastore
+from vllm_ext.proposers.learned import Learned, check_names, restore_counts
 from vllm_ext.proposers.tree import DraftTree, Float32, Int32
 
 # Bounds between the classes of an estimate: length of the match, weight of the parent, share of it.
@@ -222,6 +223,15 @@ class Rest(Proposer):
     def finish(self, request_id: str) -> None:
         """Forget a request."""
         self._drafted.pop(request_id, None)
+
+    def learned(self) -> dict[str, Learned]:
+        """See `Proposer.learned`: the calibration."""
+        return {"hits": self.hits.copy(), "trials": self.trials.copy()}
+
+    def restore(self, arrays: Mapping[str, Learned]) -> None:
+        """See `Proposer.restore`."""
+        check_names(arrays, ("hits", "trials"))
+        restore_counts(arrays, self.hits, self.trials, PRIOR_TRIALS, FADE)
 
     def warm_up(self) -> None:
         """Compile what would else stall the first request."""

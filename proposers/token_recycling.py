@@ -23,7 +23,7 @@ Deviations, all ours, made for budgets of 5 to 16 nodes where the paper verifies
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -42,6 +42,7 @@ from vllm_ext.kernels.best_first_tree import (
 )
 from vllm_ext.proposers import token_recycling_template
 from vllm_ext.proposers.base import MethodOptions, Proposer, Request, Sampling, VerifiedRows
+from vllm_ext.proposers.learned import Learned, check_array, check_names, restore_counts
 from vllm_ext.proposers.tree import DraftTree, Float32, Int32
 
 PAIR_SLOTS = 1 << 16
@@ -236,6 +237,33 @@ class TokenRecycling(Proposer):
     def finish(self, request_id: str) -> None:
         """Forget a request."""
         self._requests.pop(request_id, None)
+
+    def learned(self) -> dict[str, Learned]:
+        """See `Proposer.learned`: the tables and the calibration."""
+        tables = {name: table.copy() for name, table in self.tables._asdict().items()}
+        return {**tables, "hits": self.hits.copy(), "trials": self.trials.copy()}
+
+    def restore(self, arrays: Mapping[str, Learned]) -> None:
+        """See `Proposer.restore`."""
+        tables: dict[str, Learned] = self.tables._asdict()
+        check_names(arrays, (*tables, "hits", "trials"))
+        keys = np.iinfo(np.int64)  # any number may be one
+        tokens = EMPTY, self.vocab_size - 1
+        ranges = {
+            "successors": tokens,
+            "bases": (0, 2 * (len(SHARES) + 1)),  # seeded, or a share's class in a token's or a pair's row
+            "pair_keys": (keys.min, keys.max),
+            "text_keys": (keys.min, keys.max),
+            "text_successors": tokens,
+        }
+        for name, table in tables.items():
+            check_array(name, arrays[name], table.shape, table.dtype, *ranges[name])
+        rows = np.sort(arrays["successors"], 1)
+        if ((rows[:, 1:] == rows[:, :-1]) & (rows[:, 1:] != EMPTY)).any():
+            raise ValueError("successors has a row with one token twice: siblings would not be distinct")
+        restore_counts(arrays, self.hits, self.trials, PRIOR_TRIALS, FADE)
+        for name, table in tables.items():
+            table[...] = arrays[name]
 
     def warm_up(self) -> None:
         """Compile what would else stall the first request."""

@@ -15,6 +15,8 @@ def test_defaults() -> None:
     assert settings.options.model_dump() == {
         "num_speculative_tokens": 16,
         "budget": "goodput",
+        "state_dir": None,
+        "state_interval_minutes": 10.0,
         "matrix_width": 8,
         "context_tokens": 4,
         "tree": "dynamic",
@@ -48,6 +50,13 @@ def test_hyphens_as_in_vllm() -> None:
         ("matrix_width", True, "matrix_width=True is not allowed"),
         ("matrix_width", 33, "matrix_width=33 is not allowed; allowed: integer, 1 to 32"),
         ("matrix_widht", 8, "unknown option matrix_widht=8"),
+        ("state_dir", "", "state_dir='' is not allowed; allowed: string or null"),
+        ("state_dir", 3, "state_dir=3 is not allowed; allowed: string or null"),
+        (
+            "state_interval_minutes",
+            0,
+            "state_interval_minutes=0 is not allowed; allowed: number, 0.1 to 1440",
+        ),
         ("model", "gpt2", "unknown option model='gpt2'"),
     ],
 )

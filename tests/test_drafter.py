@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -17,6 +19,8 @@ pytest.importorskip("vllm")
 from vllm_ext import config
 from vllm_ext.proposers.base import Proposer, Request, VerifiedRows
 from vllm_ext.proposers.budget import GoodputBudget
+from vllm_ext.proposers.learned import Learned, check_array
+from vllm_ext.proposers.token_recycling import TokenRecycling
 from vllm_ext.proposers.tree import DraftTree
 from vllm_ext.samplers.tree_walk import greedy_walk
 from vllm_ext.v1_drafter import Drafter
@@ -60,6 +64,17 @@ class Recorder(Proposer):
     def finish(self, request_id: str) -> None:
         self.finished.append(request_id)
 
+    def learned(self) -> dict[str, Learned]:
+        return {"started": np.array([len(self.started), len(self.finished)])}
+
+    def restore(self, arrays: Mapping[str, Learned]) -> None:
+        check_array("started", arrays["started"], (2,), np.int64, 0, 9)
+        self.started = ["before"] * int(arrays["started"][0])
+
+    def warm_up(self) -> None:
+        self.started.clear()
+        self.finished.clear()
+
 
 @pytest.fixture
 def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
@@ -71,14 +86,30 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
 @pytest.fixture
 def drafter(recorder: Recorder, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> Drafter:
     monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path))
-    model_config = SimpleNamespace(get_vocab_size=lambda: VOCAB, max_model_len=20, dtype=torch.float32)
+    return make_drafter()
+
+
+def make_drafter(rank: int = 0, world_size: int = 1, **options: Any) -> Drafter:
     return Drafter(
         SimpleNamespace(
             additional_config={
-                "vllm_ext": {"method": "token_recycling", "num_speculative_tokens": 3, "budget": "fixed"}
+                "vllm_ext": {
+                    "method": "token_recycling",
+                    "num_speculative_tokens": 3,
+                    "budget": "fixed",
+                    **options,
+                }
             },
-            model_config=model_config,
-            parallel_config=SimpleNamespace(rank=0, data_parallel_index=0, world_size=1),
+            model_config=SimpleNamespace(
+                get_vocab_size=lambda: VOCAB,
+                max_model_len=20,
+                dtype=torch.float32,
+                model="model",
+                revision=None,
+                tokenizer="/none",
+                tokenizer_revision=None,
+            ),
+            parallel_config=SimpleNamespace(rank=rank, data_parallel_index=0, world_size=world_size),
             instance_id="test",
         )
     )
@@ -178,6 +209,10 @@ def test_rows_of_a_mixed_batch(drafter: Drafter, recorder: Recorder) -> None:
         "spec_accepted_tokens": 1,
         "spec_emitted_tokens": 3,
         "spec_steps": 2,
+        "state_loads": 0,
+        "state_set_aside": 0,
+        "state_saves": 0,
+        "state_save_errors": 0,
         "fallbacks:proposer_error": 0,
         "fallbacks:structured_output_chain": 0,
         "fallbacks:model_chain": 0,
@@ -311,3 +346,165 @@ def test_the_budget_learns_from_steps_without_prompts(
     assert costs == [(3, 1, 0)]
     names, predicted, accepted = seen[-1]
     assert (list(names), predicted, accepted) == (["a"], [pytest.approx(1.0)], [1])
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path))
+    return tmp_path / "state"
+
+
+def loaded(**options: Any) -> Drafter:
+    """A drafter that has found what there is."""
+    drafter = make_drafter(**options)
+    drafter.load_model(torch.nn.Linear(1, 1))
+    return drafter
+
+
+def learn(drafter: Drafter) -> None:
+    """A request that is running when the server shuts down."""
+    step(drafter, Runner({"a": ([1], [4], params())}, [[1]]), [0], [[4]])
+
+
+def files(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_what_is_learnt_is_saved_at_the_end_and_loaded_at_the_start(recorder: Recorder, folder: Path) -> None:
+    drafter = loaded(state_dir=str(folder))
+    drafter.close()
+    assert files(folder) == []  # nothing learnt
+    drafter = loaded(state_dir=str(folder))
+    learn(drafter)
+    drafter.close()
+    assert recorder.finished == ["a"]  # its text counts too
+    drafter.close()
+    assert len(files(folder)) == 1
+    assert drafter.counters()["state_saves"] == 1
+    assert drafter.counters()["state_loads"] == 0
+    drafter = loaded(state_dir=str(folder))
+    assert recorder.started == ["before"]
+    assert drafter.counters()["state_loads"] == 1
+    drafter.close()
+
+
+def test_without_a_folder_nothing_is_saved(recorder: Recorder, folder: Path) -> None:
+    drafter = loaded()
+    learn(drafter)
+    drafter.close()
+    assert not folder.exists()
+    assert recorder.finished == []
+
+
+@pytest.mark.parametrize("bad", ["damaged", "foreign"])
+def test_bad_state_is_set_aside_and_the_server_starts(
+    recorder: Recorder,
+    folder: Path,
+    bad: str,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    drafter = loaded(state_dir=str(folder))
+    learn(drafter)
+    drafter.close()
+    (name,) = files(folder)
+    if bad == "damaged":
+        (folder / name).write_bytes(b"x" + (folder / name).read_bytes()[1:])
+    else:
+        monkeypatch.setattr(
+            recorder,
+            "restore",
+            lambda arrays: check_array("started", arrays["started"], (3,), np.int64, 0, 9),
+        )
+    drafter = loaded(state_dir=str(folder))
+    assert recorder.started == []
+    assert drafter.counters()["state_set_aside"] == 1
+    assert drafter.counters()["state_loads"] == 0
+    assert str(folder / name) in caplog.text
+    assert ("cannot be read" if bad == "damaged" else "started is int64[2]; expected int64[3]") in caplog.text
+    learn(drafter)
+    drafter.close()
+    assert [file.partition(".set-aside-")[0] for file in files(folder)] == [name, name]
+
+
+def test_a_proposer_that_took_over_a_part_is_made_anew(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    drafter = loaded(state_dir=str(folder))
+    learn(drafter)
+    drafter.close()
+
+    def half(self: TokenRecycling, arrays: Any) -> None:
+        self.hits[...] = 0
+        raise ValueError("the rest is bad")
+
+    monkeypatch.setattr(TokenRecycling, "restore", half)
+    drafter = loaded(state_dir=str(folder))
+    assert isinstance(drafter.proposer, TokenRecycling)
+    assert (drafter.proposer.hits == TokenRecycling(VOCAB).hits).all()
+    learn(drafter)
+    drafter.close()
+    assert drafter.counters()["state_saves"] == 2  # the new one's too: both count in one file
+
+
+def test_a_bad_file_that_cannot_be_renamed_is_not_overwritten(
+    recorder: Recorder, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drafter = loaded(state_dir=str(folder))
+    learn(drafter)
+    drafter.close()
+    (name,) = files(folder)
+    (folder / name).write_bytes(b"precious")
+
+    def fail(*_: Any) -> None:
+        raise PermissionError
+
+    monkeypatch.setattr(Path, "rename", fail)
+    drafter = loaded(state_dir=str(folder))
+    learn(drafter)
+    drafter.close()
+    assert (folder / name).read_bytes() == b"precious"
+
+
+class Group:
+    """vLLM's group of tensor-parallel ranks, as the drafter uses it."""
+
+    def __init__(self, sent: Any = None) -> None:
+        self.sent = sent
+
+    def broadcast_object(self, value: Any, src: int) -> Any:
+        if value is not None:
+            self.sent = value
+        return self.sent
+
+
+def test_all_ranks_take_over_what_rank_0_has_read(
+    recorder: Recorder, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drafter = loaded(state_dir=str(folder))
+    learn(drafter)
+    drafter.close()
+    group = Group()
+    monkeypatch.setattr("vllm_ext.v1_drafter.get_tp_group", lambda: group)
+    loaded(state_dir=str(folder), world_size=2).close()
+    assert group.sent["started"].tolist() == [1, 1]
+    before = (folder / files(folder)[0]).stat()
+    (folder / files(folder)[0]).rename(folder / "gone")  # it need not be there for the others
+    other = loaded(state_dir=str(folder), world_size=2, rank=1)
+    assert recorder.started == ["before"]
+    learn(other)
+    other.close()
+    assert files(folder) == ["gone"]
+    assert (folder / "gone").stat() == before
+
+
+@pytest.mark.parametrize("runner", [None, SimpleNamespace(), SimpleNamespace(drafter=None)])
+def test_a_worker_that_never_started_shuts_down(runner: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm_ext import v1_worker
+
+    ended = []
+    monkeypatch.setattr("vllm_ext.v1_worker.PlatformWorker.shutdown", lambda self: ended.append(self))
+    worker = object.__new__(v1_worker.Worker)
+    if runner is not None:
+        worker.model_runner = runner
+    worker.shutdown()
+    assert ended == [worker]

@@ -39,6 +39,33 @@ def test_a_method_becomes_options_vllm_knows(model_dir: str) -> None:
         assert args.additional_config == {"mine": 1}
 
 
+def test_a_state_folder_is_made_absolute_and_engines_get_time_to_save(
+    model_dir: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.v1.engine import utils
+
+    name = "get_engine_process_shutdown_timeout"
+    stock = getattr(getattr(utils, name), "__wrapped__", getattr(utils, name))
+    monkeypatch.setattr(utils, name, stock)
+    monkeypatch.chdir(tmp_path)
+    config_for(model_dir, speculative_config=METHOD)
+    assert getattr(utils, name) is stock
+    for _ in range(2):
+        made = config_for(model_dir, speculative_config={**METHOD, "state_dir": "here"})
+        assert made.additional_config["vllm_ext"]["state_dir"] == str(tmp_path / "here")
+        assert (tmp_path / "here").is_dir()
+        assert made.shutdown_timeout == 0  # requests are aborted at once, as without us
+    timeout = getattr(utils, name)
+    assert timeout.__wrapped__ is stock
+    assert timeout(0, 0) == 10
+    # The user's own time, what is left of it, and vLLM's default are as they were.
+    assert [timeout(60, 60), timeout(60, 0), timeout(0, None), timeout(0, 3)] == [60, 0, None, 3]
+    monkeypatch.delattr(utils, name)
+    config_for(
+        model_dir, speculative_config={**METHOD, "state_dir": "here"}
+    )  # another vLLM: said, not refused
+
+
 def test_spec_tokens_flag_counts(model_dir: str) -> None:
     made = config_for(model_dir, speculative_config={"method": "token_recycling"}, spec_tokens=3)
     assert made.speculative_config.num_speculative_tokens == 3
@@ -63,6 +90,10 @@ def test_register_twice_wraps_once() -> None:
         ),
         ({"speculative_config": {**METHOD, "matrix_width": "8"}}, r"matrix_width='8'.*integer"),
         ({"speculative_config": {**METHOD, "prompt_lookup_max": 3}}, r"unknown option prompt_lookup_max=3"),
+        (
+            {"speculative_config": {**METHOD, "state_dir": "/dev/null"}},
+            r"state_dir='/dev/null': nothing can be written there.*name a folder",
+        ),
         ({"speculative_config": METHOD, "pipeline_parallel_size": 2}, r"pipeline_parallel_size=2.*must be 1"),
         ({"speculative_config": METHOD, "worker_cls": "my.Worker"}, r"worker_cls='my.Worker'.*'auto'"),
         ({"speculative_config": METHOD, "async_scheduling": True}, r"async_scheduling=True.*False"),

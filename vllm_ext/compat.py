@@ -57,6 +57,13 @@ HOOKS = (
         "loads our drafter",
     ),
     Hook("vllm.v1.worker.gpu_worker", "Worker.init_device", ("self",), "installs our runner"),
+    Hook("vllm.v1.worker.gpu_worker", "Worker.shutdown", ("self",), "saves what was learnt"),
+    Hook(
+        "vllm.distributed.parallel_state",
+        "GroupCoordinator.broadcast_object",
+        ("self", "obj", "src"),
+        "gives all ranks the learnt state that one has read",
+    ),
     Hook(
         "vllm.sampling_params",
         "SamplingParams._validate_spec_decode",

@@ -8,7 +8,7 @@ carries to every process unread.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, get_args
 
 from pydantic import ValidationError
@@ -30,6 +30,10 @@ class Settings:
     def proposer_class(self) -> type[Proposer]:
         """The class the method names."""
         return load_method(self.method)
+
+    def with_options(self, **values: Any) -> Settings:
+        """The same with some options' values replaced."""
+        return replace(self, options=self.options.model_copy(update=values))
 
     def to_additional_config(self) -> dict[str, Any]:
         """What travels to the workers."""
@@ -91,7 +95,8 @@ def option_rows(options: type[MethodOptions]) -> list[tuple[str, str, str, str]]
     schema = options.model_json_schema()["properties"]
     for name, field in schema.items():
         low, high = field.get("minimum"), field.get("maximum")
-        allowed = field["type"] + (f", {low} to {high}" if low is not None else "")
+        types = [choice["type"] for choice in field.get("anyOf", [field])]
+        allowed = " or ".join(types) + (f", {low} to {high}" if low is not None else "")
         if "enum" in field:
             allowed = " or ".join(map(repr, field["enum"]))
         default = str(field["default"]) if "default" in field else "required"

@@ -33,6 +33,10 @@ _DOCUMENTATION = {
     "spec_accepted_tokens": "Draft tokens accepted.",
     "spec_emitted_tokens": "Tokens emitted, accepted drafts and the target's own.",
     "spec_steps": "Steps of a request that emitted tokens; emitted / steps is tokens per step.",
+    "state_loads": "Starts that took over what was learnt before.",
+    "state_set_aside": "Starts that found saved state they could not use; the log has the file and the reason.",
+    "state_saves": "Times what was learnt was saved.",
+    "state_save_errors": "Times it could not be saved; the log has the cause.",
 }
 _FALLBACK = "fallbacks"
 COUNTERS = (*_DOCUMENTATION, *(f"{_FALLBACK}:{reason}" for reason in FALLBACK_REASONS))

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 from typing import Any
 
 
@@ -26,3 +27,34 @@ def allow_all_sampling_parameters(drafter_class: str) -> None:
             original(self, speculative_config)
 
     SamplingParams._validate_spec_decode = _validate_spec_decode
+
+
+def let_engines_save(seconds: float) -> None:
+    """Wait for engines that shut down, where vLLM kills them at once. Idempotent.
+
+    With ``--shutdown-timeout 0``, the default, `vllm serve` sends its engines SIGTERM and in the same moment SIGKILL:
+    no worker could save anything. vLLM has a function for how long they get, which makes room on ROCm only; here it
+    does everywhere. Requests are aborted as before, and an engine that is done earlier is not waited for. The one
+    symbol that a supported vLLM may lack: without it, what was learnt since the last save can be lost.
+    """
+    from vllm.v1.engine import utils
+
+    original = getattr(utils, "get_engine_process_shutdown_timeout", None)
+    if original is None:
+        logging.getLogger("vllm.vllm_ext").warning(
+            "vllm-ext: this vLLM may kill its engines before they have saved what was learnt; with "
+            "--shutdown-timeout %g it does not",
+            seconds,
+        )
+        return
+    if hasattr(original, "__wrapped__"):
+        return
+
+    @functools.wraps(original)
+    def get_engine_process_shutdown_timeout(
+        request_timeout: float | None, process_timeout: float | None
+    ) -> float | None:
+        timeout: float | None = original(request_timeout, process_timeout)
+        return seconds if timeout == 0 and request_timeout == 0 else timeout
+
+    utils.get_engine_process_shutdown_timeout = get_engine_process_shutdown_timeout

@@ -56,7 +56,7 @@ def _create_engine_config(original: Any, engine_args: Any, *args: Any, **kwargs:
 
     from vllm.logger import init_logger
 
-    from vllm_ext import compat, patches, vocabulary
+    from vllm_ext import compat, patches, state, vocabulary
 
     compat.check_version()
     requested = dict(engine_args.speculative_config)
@@ -69,6 +69,10 @@ def _create_engine_config(original: Any, engine_args: Any, *args: Any, **kwargs:
         requested["num_speculative_tokens"] = engine_args.spec_tokens
     settings = config.parse(requested)
     compat.check_engine_args(engine_args, settings.method)
+    if (state_dir := settings.options.state_dir) is not None:
+        # Absolute: a worker may have another working directory.
+        settings = settings.with_options(state_dir=str(state.prepare_folder(state_dir)))
+        patches.let_engines_save(state.SHUTDOWN_SECONDS)
 
     rewritten = {
         "speculative_config": {

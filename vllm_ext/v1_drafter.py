@@ -7,14 +7,16 @@ vLLM's own narrow ``propose()`` signature does not carry.
 
 from __future__ import annotations
 
+import threading
 import time
 from typing import Any
 
 import numpy as np
 import torch
+from vllm.distributed.parallel_state import get_tp_group
 from vllm.logger import init_logger
 
-from vllm_ext import config, metrics
+from vllm_ext import config, metrics, state
 from vllm_ext.kernels.top_k import top_k_ids
 from vllm_ext.proposers.base import Request, Sampling, VerifiedRows
 from vllm_ext.proposers.budget import GoodputBudget
@@ -34,10 +36,14 @@ class Drafter:
                 "vllm_ext.v1_drafter.Drafter is not a speculative model of its own; name a method: "
                 '--speculative-config \'{"method": "token_recycling"}\''
             )
+        self._config, self._settings = vllm_config, settings
         self._vocab_size: int = vllm_config.model_config.get_vocab_size()
         self._dtype = vllm_config.model_config.dtype
         self._max_model_len: int = vllm_config.model_config.max_model_len
         self.proposer = settings.proposer_class.from_options(settings.options, self._vocab_size)
+        # Held while the proposer learns or is read; a save copies what it has learnt in another thread.
+        self._learning = threading.Lock()
+        self._keeper: state.Keeper | None = None  # rank 0's, with a state_dir
         self._sampling: dict[str, Sampling] = {}  # by request id; its keys are the requests started
         self._top: tuple[Int32, Float32] | None = None  # of this step's rows, from `tap` to `step`
         # By request id, the tree of the next step. The scheduler may cut it.
@@ -67,11 +73,73 @@ class Drafter:
             logits = parameter.new_zeros((2, self._vocab_size), dtype=self._dtype)
             top_k_ids(logits, self.proposer.verified_top_k)
         self.proposer.warm_up()
+        if self._settings.options.state_dir is not None:
+            self._restore(self._settings.options.state_dir)
         logger.info(
             "vllm-ext: %s holds %.2f MB of host memory",
             type(self.proposer).__name__,
             self.proposer.memory_bytes / 1e6,
         )
+
+    def _restore(self, state_dir: str) -> None:
+        """Take over what was saved, the same on all ranks, and keep what is learnt from now on."""
+        file, arrays = None, None
+        if self._config.parallel_config.rank == 0:
+            file = state.StateFile(
+                state.prepare_folder(state_dir), state.Identity.of(self._config, self._settings)
+            )
+            try:
+                arrays = file.load()
+            except state.StateError as error:
+                file = self._set_aside(file, str(error))
+        if self._config.parallel_config.world_size > 1:
+            # Not read by each: another server may replace it meanwhile, and other hosts may not have it.
+            arrays = get_tp_group().broadcast_object(arrays, src=0)
+        if arrays is not None:
+            try:
+                self.proposer.restore(arrays)
+            except ValueError as error:  # on all ranks alike
+                self.proposer = self._settings.proposer_class.from_options(
+                    self._settings.options, self._vocab_size
+                )
+                if file is not None:
+                    file = self._set_aside(file, str(error))
+            else:
+                self._count({"state_loads": 1})
+                if file is not None:
+                    logger.info("vllm-ext: loaded what was learnt from %s", file.path)
+        if file is not None:
+            self._keeper = state.Keeper(
+                file,
+                self.proposer.learned,
+                self._learning,
+                60.0 * self._settings.options.state_interval_minutes,
+                lambda counter: self._count({counter: 1}),
+            )
+
+    def _set_aside(self, file: state.StateFile, reason: str) -> state.StateFile | None:
+        """The file to save to; None where the unusable one cannot be moved out of the way."""
+        self._count({"state_set_aside": 1})
+        try:
+            file.set_aside(reason)
+        except OSError as error:
+            logger.warning(
+                "vllm-ext: the saved state %s cannot be used: %s. Nor can it be renamed (%s): nothing "
+                "will be saved.",
+                file.path,
+                reason,
+                error,
+            )
+            return None
+        return file
+
+    def close(self) -> None:
+        """Save what was learnt, running requests' text too. Called when the worker shuts down; may be again."""
+        if self._keeper is not None:
+            for request_id in list(self._sampling):
+                self.finish(request_id)
+            self._keeper.close()
+            self._keeper = None
 
     def propose(self, *args: Any, **kwargs: Any) -> list[list[int]]:
         """vLLM's own entry; ours is `step`. Reached only when our worker is not in place."""
@@ -123,12 +191,15 @@ class Drafter:
             for request_id, tokens in zip(runner.input_batch.req_ids, sampled, strict=True)
         ]
         try:
-            self._observe(runner, trees, [tokens[:n] for tokens, n in zip(sampled, kept, strict=True)])
-            requests, slots = self._requests(runner, num_draft_tokens, sampled, kept)
-            proposals = [
-                tree.best_chain() if request.chain and not tree.is_chain else tree
-                for request, tree in zip(requests, self.proposer.propose(requests), strict=True)
-            ]
+            with self._learning:
+                self._observe(runner, trees, [tokens[:n] for tokens, n in zip(sampled, kept, strict=True)])
+                requests, slots = self._requests(runner, num_draft_tokens, sampled, kept)
+                proposals = [
+                    tree.best_chain() if request.chain and not tree.is_chain else tree
+                    for request, tree in zip(requests, self.proposer.propose(requests), strict=True)
+                ]
+                if self._keeper is not None:
+                    self._keeper.touch()
             sizes = self._sizes(requests, proposals)
             for request, slot, tree, size in zip(requests, slots, proposals, sizes, strict=True):
                 # Whole, not cut: other ranks' clocks may have chosen other sizes, and rank 0's is scheduled.
@@ -192,7 +263,10 @@ class Drafter:
         """A request is gone."""
         self.proposed.pop(request_id, None)
         if self._sampling.pop(request_id, None) is not None:
-            self.proposer.finish(request_id)
+            with self._learning:
+                self.proposer.finish(request_id)
+                if self._keeper is not None:
+                    self._keeper.touch()
             if self.budget is not None:
                 self.budget.finish(request_id)
 

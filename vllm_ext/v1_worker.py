@@ -32,6 +32,15 @@ class Worker(PlatformWorker):  # type: ignore[misc]  # vLLM is untyped to us
         self.model_runner.calibrate()
         return times
 
+    def shutdown(self) -> None:
+        """Save what was learnt, then vLLM's own. Also called when start-up has failed, at any point of it."""
+        drafter = getattr(getattr(self, "model_runner", None), "drafter", None)
+        try:
+            if isinstance(drafter, Drafter):
+                drafter.close()
+        finally:
+            super().shutdown()
+
     def vllm_ext_counters(self) -> dict[str, int]:
         """This rank's totals since start-up, for ``LLM.collective_rpc``; empty on ranks that do not count."""
         drafter: Drafter = self.model_runner.drafter

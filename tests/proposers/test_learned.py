@@ -1,0 +1,326 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What every method keeps over a restart: the same drafts afterwards, and nothing foreign that is let in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vllm_ext.kernels.suffix_array_ref import sort_key_ref
+from vllm_ext.kernels.suffix_index import SEPARATOR, SuffixIndex, append, contents, find, rebuild
+from vllm_ext.proposers.base import Proposer, Request, Sampling, VerifiedRows
+from vllm_ext.proposers.datastore import Datastore, Header, Segment, SegmentInfo
+from vllm_ext.proposers.hybrid import Hybrid
+from vllm_ext.proposers.learned import Learned
+from vllm_ext.proposers.registry import METHODS
+from vllm_ext.proposers.rest import Rest
+from vllm_ext.proposers.suffix_tree import SuffixDecoding
+from vllm_ext.proposers.token_recycling import SHARES, TokenRecycling
+
+GREEDY = Sampling(temperature=0.0, top_p=1.0, top_k=0, min_p=0.0, seed=None)
+VOCAB = 12
+
+
+def store() -> Datastore:
+    """Two documents, in memory."""
+    tokens = [VOCAB, 1, 2, 3, 4, 5, 6, VOCAB, 2, 3, 7, 1, 2, 4, VOCAB]
+    order = sorted(range(len(tokens)), key=lambda at: sort_key_ref(tokens, VOCAB, at))
+    info = SegmentInfo(
+        name="000000", num_tokens=len(tokens), num_documents=2, tokens_blake3="", suffixes_blake3=""
+    )
+    header = Header(created="", tokenizer="", tokenizer_hash="", vocab_size=VOCAB, segments=[info])
+    return Datastore(header, (Segment(np.array(tokens, np.uint16), np.array(order, np.int32)),))
+
+
+STORE = store()
+
+
+def suffix() -> SuffixDecoding:
+    """With room for 64 shared tokens: the tests overflow it."""
+    proposer = SuffixDecoding(VOCAB, 1)
+    proposer.shared = SuffixIndex.empty(64)
+    return proposer
+
+
+MAKE: dict[str, Callable[[], Proposer]] = {
+    "rest": lambda: Rest(STORE),
+    "token_recycling": lambda: TokenRecycling(VOCAB, 3),
+    "suffix_tree": suffix,
+    "hybrid": lambda: Hybrid([TokenRecycling(VOCAB, 3), suffix(), Rest(STORE), TokenRecycling(VOCAB, 2, 1)]),
+}
+
+
+def test_every_method_is_tested_here() -> None:
+    assert set(MAKE) == set(METHODS)
+
+
+class Traffic:
+    """Random requests for any number of proposers at once, whose trees must be the same."""
+
+    def __init__(self, seed: int, first: int = 0) -> None:
+        self.random = np.random.default_rng(seed)
+        self.count = first
+        self.tokens: dict[str, tuple[list[int], int]] = {}  # by request id: tokens, how many are the prompt's
+        self.logits = self.random.normal(size=(VOCAB, VOCAB)).astype(np.float32)
+
+    def step(self, *proposers: Proposer) -> None:
+        """Verify, start, propose and finish, each now and then."""
+        random = self.random
+        names = list(self.tokens)
+        if names:
+            emitted = [random.integers(0, 5, random.integers(1, 4)).tolist() for _ in names]
+            roots = np.array([self.tokens[name][0][-1] for name in names], np.int32)
+            order = np.argsort(-self.logits[roots], 1, kind="stable").astype(np.int32)
+            for proposer in proposers:
+                top_ids = np.ascontiguousarray(order[:, : proposer.verified_top_k])
+                top_logits = np.take_along_axis(self.logits[roots], top_ids, 1)
+                row_start = np.arange(len(names) + 1, dtype=np.int32)
+                parents, accepted = np.full(len(names), -1, np.int32), np.ones(len(names), np.bool_)
+                proposer.observe(
+                    VerifiedRows(names, row_start, roots, parents, accepted, top_ids, top_logits, emitted)
+                )
+            for name, tokens in zip(names, emitted, strict=True):
+                self.tokens[name][0].extend(tokens)
+        if len(names) < 3:
+            name = f"request {self.count}"
+            self.count += 1
+            # Ids outside the vocabulary stand for images.
+            prompt = random.integers(0, VOCAB + 1, random.integers(1, 12)).tolist()
+            self.tokens[name] = [*prompt, int(random.integers(0, 5))], len(prompt)
+            for proposer in proposers:
+                proposer.start(self._request(name))
+        requests = [self._request(name) for name in self.tokens]
+        trees = [proposer.propose(requests) for proposer in proposers]
+        for others in trees[1:]:
+            for mine, other in zip(trees[0], others, strict=True):
+                for field in ("tokens", "parents", "probabilities"):
+                    assert np.array_equal(getattr(mine, field), getattr(other, field))
+        if len(self.tokens) > 1 and random.random() < 0.4:
+            self.finish(list(self.tokens)[int(random.integers(0, len(self.tokens)))], *proposers)
+
+    def finish(self, name: str, *proposers: Proposer) -> None:
+        """A request is gone."""
+        del self.tokens[name]
+        for proposer in proposers:
+            proposer.finish(name)
+
+    def _request(self, name: str) -> Request:
+        tokens, num_prompt_tokens = self.tokens[name]
+        return Request(name, np.array(tokens, np.int32), num_prompt_tokens, 6, 5, GREEDY)
+
+
+def trained(method: str, seed: int, steps: int) -> Proposer:
+    """A proposer that has seen requests, all of them finished; the last not yet shared."""
+    proposer = MAKE[method]()
+    traffic = Traffic(seed)
+    for _ in range(steps):
+        traffic.step(proposer)
+    for name in list(traffic.tokens):
+        traffic.finish(name, proposer)
+    return proposer
+
+
+@pytest.mark.parametrize("method", MAKE)
+@given(seed=st.integers(0, 2**32 - 1), steps=st.integers(0, 60))
+@settings(max_examples=15, deadline=None)
+def test_a_restored_proposer_drafts_what_the_old_one_would(method: str, seed: int, steps: int) -> None:
+    old, new = trained(method, seed, steps), MAKE[method]()
+    new.restore(old.learned())
+    traffic = Traffic(seed + 1, first=1000)
+    for _ in range(25):
+        traffic.step(old, new)
+    again = new.learned()
+    for name, array in old.learned().items():
+        assert np.array_equal(array, again[name]), name
+
+
+@pytest.mark.parametrize("method", MAKE)
+def test_what_was_learnt_makes_a_difference(method: str) -> None:
+    fresh = MAKE[method]().learned()
+    assert any(
+        not np.array_equal(array, fresh[name]) for name, array in trained(method, 1, 30).learned().items()
+    )
+
+
+@pytest.mark.parametrize("method", MAKE)
+def test_learned_changes_nothing_and_is_a_copy(method: str) -> None:
+    """One rank of several is asked, in the middle of things."""
+    one, two = MAKE[method](), MAKE[method]()
+    traffic = Traffic(3)
+    for number in range(40):
+        traffic.step(one, two)
+        if number % 3 == 0:
+            for array in one.learned().values():
+                assert array.flags.c_contiguous
+                if array.size:
+                    array.view(np.uint8)[...] = 1
+
+
+@pytest.mark.parametrize("method", MAKE)
+def test_no_request_is_named(method: str) -> None:
+    assert "request" not in "".join(trained(method, 5, 10).learned())
+
+
+CASES = [(method, name) for method in MAKE for name in MAKE[method]().learned()]
+
+
+def refused(method: str, arrays: dict[str, Learned], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        MAKE[method]().restore(arrays)
+
+
+@pytest.mark.parametrize(("method", "name"), CASES)
+def test_what_has_another_shape_or_type_is_refused(method: str, name: str) -> None:
+    arrays = trained(method, 2, 20).learned()
+    array = arrays[name]
+    short = name.rpartition(".")[2]
+    refused(method, {key: value for key, value in arrays.items() if key != name}, f"{short} is missing")
+    refused(method, {**arrays, name + "x": array}, f"{short}x is unknown")
+    wrong_type = np.int16 if array.dtype != np.int16 else np.int32
+    refused(method, {**arrays, name: array.astype(wrong_type)}, rf"{short} is int16.*expected {array.dtype}")
+    refused(method, {**arrays, name: array[None]}, rf"{short} is {array.dtype}\[1, ")
+    if short != "tokens":  # may have any length; the other of the pair then has not
+        longer = np.concatenate([array, array, array[:1] * 0 if len(array) else np.ones(1, array.dtype)])
+        refused(method, {**arrays, name: longer}, rf"{short} is .*expected")
+
+
+@pytest.mark.parametrize(("method", "name"), CASES)
+def test_values_out_of_range_are_refused(method: str, name: str) -> None:
+    arrays = trained(method, 2, 20).learned()
+    short = name.rpartition(".")[2]
+    bad: dict[str, list[Any]] = {
+        "hits": [-0.1, np.nan, np.inf, 199.9],
+        "trials": [0.0, -1.0, np.nan, np.inf, 201.0],
+        "successors": [-2, VOCAB],
+        "text_successors": [-2, VOCAB],
+        "bases": [2 * len(SHARES) + 3, 255],
+        "tokens": [-2, VOCAB],
+    }
+    for value in bad.get(short, []):
+        array = arrays[name].copy()
+        if array.size:
+            array.reshape(-1)[-1] = value
+            refused(method, {**arrays, name: array}, short)
+
+
+@pytest.mark.parametrize("method", MAKE)
+@given(data=st.data())
+@settings(max_examples=30, deadline=None)
+def test_whatever_is_let_in_is_safe(method: str, data: st.DataObject) -> None:
+    """Random bits in one array: refused, or drafts of existing tokens only."""
+    arrays = MAKE[method]().learned()
+    name = data.draw(st.sampled_from(sorted(arrays)))
+    array = np.array(arrays[name])
+    random = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1)))
+    if array.dtype == np.bool_:
+        array[...] = random.integers(0, 2, array.shape)
+    elif data.draw(st.booleans()):
+        array.view(np.uint8)[...] = random.integers(0, 256, array.view(np.uint8).shape)
+    else:
+        array[...] = random.integers(-1, VOCAB, array.shape).astype(array.dtype)
+    proposer = MAKE[method]()
+    try:
+        proposer.restore({**arrays, name: array})
+    except ValueError:
+        return
+    requests = [
+        Request(f"{token}", np.array([1, 2, 3, token], np.int32), 3, 8, 8, GREEDY) for token in range(VOCAB)
+    ]
+    for request in requests:
+        proposer.start(request)
+    for tree in proposer.propose(requests):
+        tree.validate()
+        assert (tree.tokens < VOCAB).all()
+
+
+@given(
+    st.lists(
+        st.tuples(st.lists(st.integers(-1, 2), max_size=30), st.integers(0, 12)), min_size=1, max_size=8
+    ),
+    st.lists(st.integers(0, 2), min_size=1, max_size=20),
+    st.sampled_from([16, 64, 256]),
+)
+@settings(max_examples=300, deadline=None)
+def test_a_rebuilt_index_answers_alike(
+    parts: list[tuple[list[int], int]], context: list[int], capacity: int
+) -> None:
+    """Also after it has overflowed; and of more than it has room for, the end counts."""
+    index = SuffixIndex.empty(capacity)
+    for tokens, first in parts:
+        append(index, np.array(tokens, np.int32), first, 3)
+    again = rebuild(capacity, *contents(index), 3)
+    text = SuffixIndex.empty(64)
+    append(text, np.array(context, np.int32), 0, 3)
+    moved = index.end[0] - again.end[0]  # positions begin anew
+    for tokens, first in [(list[int](), 0), *parts]:  # also when both go on
+        for part in (index, again):
+            append(part, np.array(tokens, np.int32), first, 3)
+        for least in (1, 3):
+            positions, lengths = find(index, text, least, 32)
+            new_positions, new_lengths = find(again, text, least, 32)
+            assert (positions - moved).tolist() == new_positions.tolist()
+            assert lengths.tolist() == new_lengths.tolist()
+        for one, other in zip(contents(index), contents(again), strict=True):
+            assert np.array_equal(one, other)
+
+
+def test_a_row_with_one_token_twice_is_refused() -> None:
+    arrays = trained("token_recycling", 2, 20).learned()
+    arrays["successors"][0] = 3, 4, 3
+    refused("token_recycling", arrays, "successors has a row with one token twice")
+    arrays["successors"][0] = 3, -1, -1
+    MAKE["token_recycling"]().restore(arrays)
+
+
+def test_another_size_of_the_shared_index_keeps_the_end() -> None:
+    old = trained("suffix_tree", 4, 60)
+    smaller = SuffixDecoding(VOCAB, 1)
+    smaller.shared = SuffixIndex.empty(16)
+    smaller.restore(old.learned())
+    assert np.array_equal(smaller.learned()["tokens"], old.learned()["tokens"][-16:])
+
+
+def test_finished_outputs_count_before_they_are_shared() -> None:
+    old = suffix()
+    request = Request("r", np.array([1, 2, 3, 4, 5], np.int32), 2, 4, 4, GREEDY)
+    old.start(request)
+    old.propose([request])
+    assert old.learned()["tokens"].tolist() == []
+    old.finish("r")
+    kept = old.learned()
+    assert kept["tokens"].tolist() == [1, 2, 3, 4, 5, SEPARATOR]
+    assert kept["findable"].tolist() == [False, True, True, True, True, True]
+
+
+def test_asking_one_rank_does_not_change_the_order_of_sharing() -> None:
+    """Outputs are shared in the order their requests started, whenever they end and whoever is asked meanwhile."""
+    asked, other = suffix(), suffix()
+    requests = [Request(name, np.array([1, 2, ord(name) - 90], np.int32), 2, 4, 4, GREEDY) for name in "ab"]
+    for proposer in (asked, other):
+        for request in requests:
+            proposer.start(request)
+        proposer.propose(requests)
+        proposer.finish("b")
+        if proposer is asked:
+            proposer.learned()
+        proposer.finish("a")
+        proposer.propose([])
+    for field in SuffixIndex._fields:
+        assert np.array_equal(getattr(asked.shared, field), getattr(other.shared, field))
+
+
+def test_nothing_is_kept_by_default() -> None:
+    class Forgetful(Rest):
+        learned = Proposer.learned
+        restore = Proposer.restore
+
+    proposer = Forgetful(STORE)
+    assert proposer.learned() == {}
+    proposer.restore({})
+    with pytest.raises(ValueError, match="hits is unknown"):
+        proposer.restore({"hits": np.zeros(1)})

@@ -109,22 +109,21 @@ def record_rows(
 
 
 def record_text(
-    table: NgramTable, tokens: Int32, start: int, order: int, step: float, cap: float, vocab_size: int
+    table: NgramTable, tokens: Int32, order: int, step: float, cap: float, vocab_size: int
 ) -> None:
-    """Add ``step``, up to ``cap``, to the weight of each of ``tokens[start:]`` behind the ``order`` tokens before it.
+    """Add ``step``, up to ``cap``, to the weight of each of ``tokens[order:]`` behind the ``order`` tokens before it.
 
     A new successor takes the place of the lightest where there is no other. Of equal ones the latest stands first.
 
     Args:
         table: written to.
         tokens: int32 ``[num_tokens]``. Contexts and successors outside the vocabulary are skipped.
-        start: index of the first successor.
         order: tokens of a context.
         step: above 0.
         cap: at least ``step``.
         vocab_size: number of token ids.
     """
-    _compiled("record_text")(table, tokens, start, order, step, cap, vocab_size)
+    _compiled("record_text")(table, tokens, order, step, cap, vocab_size)
 
 
 def grow_tree(

@@ -127,11 +127,9 @@ def record_rows(
                 table.counts[slot] = count + 1
 
 
-def record_text(
-    table: Any, tokens: Any, start: int, order: int, step: float, cap: float, vocab_size: int
-) -> None:
+def record_text(table: Any, tokens: Any, order: int, step: float, cap: float, vocab_size: int) -> None:
     width = table.successors.shape[1]
-    for i in range(max(start, order), len(tokens)):
+    for i in range(order, len(tokens)):
         known = True
         key = 0
         for back in range(order + 1):

@@ -52,14 +52,13 @@ def record_row_ref(
 def record_text_ref(
     table: dict[Context, Entry],
     tokens: Sequence[int],
-    start: int,
     order: int,
     step: float,
     cap: float,
     width: int,
 ) -> None:
     """See `record_text`."""
-    for i in range(max(start, order), len(tokens)):
+    for i in range(order, len(tokens)):
         if min(tokens[i - order : i + 1]) < 0:
             continue
         entry = table.setdefault(tuple(tokens[i - order : i]), Entry())

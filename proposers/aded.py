@@ -114,9 +114,8 @@ class Aded(Proposer):
 
     def _record(self, state: _Request, tokens: Int32) -> None:
         """Record what is new of the text: each position once, whatever the scheduler did meanwhile."""
-        first = max(state.num_recorded - PAIR, 0)
-        new = np.array(tokens[first:], np.int32)
-        record_text(self.table, new, state.num_recorded - first, PAIR, STEP, CAP, self.vocab_size)
+        new = np.array(tokens[max(state.num_recorded - PAIR, 0) :], np.int32)
+        record_text(self.table, new, PAIR, STEP, CAP, self.vocab_size)
         state.num_recorded = len(tokens)
 
     def observe(self, rows: VerifiedRows) -> None:

@@ -199,8 +199,7 @@ class InputCopy(Proposer):
             since = new[agreed[0] + 1 :]  # what came after the token that differs
             for at, kind in ((differs + 1, SKIP), (differs, INSERT)):
                 pointer = _Pointer(at, length, kind)
-                known = [other.at for other in state.pointers]
-                if pointer.follow(prompt, since) == len(since) and at + len(since) not in known:
+                if pointer.follow(prompt, since) == len(since):
                     state.pointers.append(pointer.moved(len(since)))
 
     def _resync(self, state: _Request, tokens: Int32) -> list[_Pointer]:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from vllm_ext.kernels.copy_tree import copy_tree
 from vllm_ext.kernels.copy_tree_ref import copy_tree_ref
 from vllm_ext.proposers.base import Request, Sampling, VerifiedRows
-from vllm_ext.proposers.input_copy import InputCopy, InputCopyOptions
+from vllm_ext.proposers.input_copy import INSERT, LENGTHS, SKIP, UNIQUE, InputCopy, InputCopyOptions
 from vllm_ext.proposers.tree import DraftTree
 
 VOCAB = 1000
@@ -250,6 +250,28 @@ def test_first_drafts_continue_a_longest_match(
     expected = prompt[places[-1] :][:8] if places and not (unique and len(places) > 1) else []
     assert tree.tokens.tolist() == expected
     assert tree.is_chain
+
+
+def test_the_classes_of_a_copy_and_of_edits() -> None:
+    """A token's class is the length of its copy, after an edit that of the copy before it."""
+    prompt = [10, 11, 12, 13, 14, 15, 16, 17, 50, 60]
+    one = make(True)
+
+    def classes(*output: int) -> set[tuple[int, int, int]]:
+        """Token, kind and class of what is drafted next."""
+        asked = request([*prompt, *output], len(prompt), 20, depth=1)
+        if "r" not in one._requests:
+            one.start(asked)
+        one.propose([asked])
+        tokens, _, groups = one._requests["r"].drafted or ([], [], [])
+        return {(t, *divmod(g, len(LENGTHS) + 1)) for t, g in zip(tokens, groups, strict=True)}
+
+    assert classes(10) == {(11, UNIQUE, 0)}
+    assert classes(10, 11, 12, 13) == {(14, UNIQUE, 3)}
+    # Four tokens agreed, then 50 came for 14.
+    assert classes(10, 11, 12, 13, 50) == {(60, UNIQUE, 0), (15, SKIP, 3), (14, INSERT, 3)}
+    assert classes(10, 11, 12, 13, 50, 15) == {(16, UNIQUE, 4)}
+    assert classes(10, 11, 12, 13, 50, 15, 16) == {(17, UNIQUE, 4)}
 
 
 def test_chains_go_on_from_the_most_probable_copy() -> None:

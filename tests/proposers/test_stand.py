@@ -92,6 +92,9 @@ def test_contexts_reach_behind_the_root_of_a_step() -> None:
     assert list(paths(tree))[:2] == [(5,), (5, 6)]
     (tree,) = draft(one, [8, 8, 8, 5])
     assert next(iter(paths(tree))) == (7,)  # 0.45 and 0.4
+    teach(one, [9, 9, 4, 5], [8, 80], [0.99, 0.01])  # outweighs 6 where only the last two tokens are the same
+    for text, token in (([2, 3, 4, 5], 6), ([9, 3, 4, 5], 6), ([2, 2, 4, 5], 8)):
+        assert draft(one, text)[0].tokens[0] == token
 
 
 def test_rows_of_unknown_requests_and_of_other_roots_teach_their_last_token_only() -> None:

@@ -97,9 +97,8 @@ class _Request:
 
     prompt: SuffixIndex
     num_tokens: int = 0  # tokens that the pointers know
-    pointers: list[_Pointer] = field(
-        default_factory=list
-    )  # the first that agrees with the next tokens goes on
+    # The first that agrees with the next tokens goes on.
+    pointers: list[_Pointer] = field(default_factory=list)
     drafted: tuple[Int32, Int32, npt.NDArray[np.uint8]] | None = None  # tokens, parents, groups
 
 

@@ -13,6 +13,9 @@ METHODS: dict[str, str] = {
     "rest": "vllm_ext.proposers.rest:Rest",
     "token_recycling": "vllm_ext.proposers.token_recycling:TokenRecycling",
     "suffix_tree": "vllm_ext.proposers.suffix_tree:SuffixDecoding",
+    "stand": "vllm_ext.proposers.stand:Stand",
+    "aded": "vllm_ext.proposers.aded:Aded",
+    "input_copy": "vllm_ext.proposers.input_copy:InputCopy",
     "hybrid": "vllm_ext.proposers.hybrid:Hybrid",
 }
 

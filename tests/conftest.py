@@ -99,5 +99,13 @@ def recycling_llm(model_dir: str) -> Iterator[Any]:
 
 @pytest.fixture(scope="session")
 def hybrid_llm(model_dir: str) -> Iterator[Any]:
-    """A float32 engine with all drafters that need nothing, fused."""
-    yield from engine(model_dir, {"method": "hybrid", "num_speculative_tokens": 12, "budget": "fixed"})
+    """A float32 engine with the drafters that need nothing, fused: four at most, and `recycling_llm` has the fifth."""
+    yield from engine(
+        model_dir,
+        {
+            "method": "hybrid",
+            "drafters": ["suffix_tree", "stand", "aded", "input_copy"],
+            "num_speculative_tokens": 12,
+            "budget": "fixed",
+        },
+    )

@@ -49,9 +49,15 @@ def test_forty_mixed_prompts_at_batch_1_and_4(plain_llm: Any, recycling_llm: Any
     assert after["fallbacks:proposer_error"] == 0
 
 
-def test_own_prompts_at_batch_4(plain_llm: Any, recycling_llm: Any) -> None:
+@pytest.mark.parametrize("fixture", ["recycling_llm", "hybrid_llm"])
+def test_own_prompts_at_batch_4(plain_llm: Any, fixture: str, request: pytest.FixtureRequest) -> None:
+    llm = request.getfixturevalue(fixture)
+    before = counters(llm)
     expected = chat(plain_llm, own_prompts(), 4, max_tokens=40)
-    assert_same_outputs(expected, chat(recycling_llm, own_prompts(), 4, max_tokens=40))
+    assert_same_outputs(expected, chat(llm, own_prompts(), 4, max_tokens=40))
+    after = counters(llm)
+    assert after["spec_accepted_tokens"] > before["spec_accepted_tokens"]
+    assert after["fallbacks:proposer_error"] == 0
 
 
 def test_counters_add_up(recycling_llm: Any) -> None:

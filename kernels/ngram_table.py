@@ -1,0 +1,175 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A bounded table of what follows short contexts, with weights, and draft trees grown from it.
+
+`record_rows` and `record_text` write it, `grow_tree` reads it. `ngram_table_numba.py` has the loops,
+`ngram_table_ref.py` is their readable form. numba is imported at the first call: vLLM's worker cannot start in a
+process that holds it already.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from vllm_ext.kernels.suffix_index import GrownTree
+
+Int32 = npt.NDArray[np.int32]
+Int64 = npt.NDArray[np.int64]
+Float32 = npt.NDArray[np.float32]
+UInt8 = npt.NDArray[np.uint8]
+Bool = npt.NDArray[np.bool_]
+
+EMPTY = -1
+WAYS = 4  # slots that a context may be in
+
+
+class NgramTable(NamedTuple):
+    """Contexts by hash; a slot has the successors of one of them, the heaviest first.
+
+    Of the ``WAYS`` slots that a new context may take it gets the one whose own was not recorded for longest.
+    """
+
+    keys: Int64  # [slots], a power of two, at least WAYS; 0: free
+    used: Int64  # [slots] the clock when the context was recorded last
+    counts: Int32  # [slots] how many distributions its weights are the mean of
+    successors: Int32  # [slots, width] EMPTY behind the last one
+    weights: Float32  # [slots, width] descending
+    clock: Int64  # [1] records so far
+
+    @classmethod
+    def empty(cls, slots: int, width: int) -> "NgramTable":
+        """A table that knows nothing."""
+        # Written to, so that the memory is there: pages that `np.zeros` leaves to the first write cost steps.
+        return cls(
+            np.full(slots, 0, np.int64),
+            np.full(slots, 0, np.int64),
+            np.full(slots, 0, np.int32),
+            np.full((slots, width), EMPTY, np.int32),
+            np.full((slots, width), 0, np.float32),
+            np.zeros(1, np.int64),
+        )
+
+    @classmethod
+    def of_size(cls, num_bytes: int, width: int) -> "NgramTable":
+        """The largest empty table of at most that many bytes, if that is enough for ``WAYS`` slots."""
+        slots = max(num_bytes // (20 + 8 * width), WAYS)
+        return cls.empty(1 << slots.bit_length() - 1, width)
+
+
+class Classes(NamedTuple):
+    """How likely a child is to be accepted once its parent is, by what the table says of it."""
+
+    # [levels, num_shares, num_depths] by length of the context above the shortest (longer ones count as the last),
+    # share of its weight, depth (deeper ones count as the last); none above 1
+    chances: Float32
+    shares: Float32  # [num_shares - 1], ascending: a share's class is the number of these below it
+
+
+class Drawing(NamedTuple):
+    """Which of a node's successors become its children, and which of all children a node."""
+
+    branches: int  # most children of one node
+    temperature: float  # above 0
+    noise: int  # what draws without replacement depend on besides the path; -1: the heaviest instead
+    exploration: float  # see `grow_tree`
+
+
+def record_rows(
+    table: NgramTable,
+    row_start: Int32,
+    tokens: Int32,
+    parents: Int32,
+    accepted: Bool,
+    before: Int32,
+    top_ids: Int32,
+    top_logits: Float32,
+    vocab_size: int,
+) -> None:
+    """Take each accepted row's distribution into those of all contexts that end with its token.
+
+    A row's distribution is the softmax over its logits. A context's weights are the mean of those recorded for it,
+    of which the heaviest ``width`` are kept, so that they add up to less than 1 once others were dropped.
+
+    Args:
+        table: written to.
+        row_start: int32 ``[num_requests + 1]``; request i has the rows ``row_start[i]:row_start[i + 1]``, the
+            root first.
+        tokens: int32 ``[num_rows]``; contexts with a token that is not in the vocabulary are skipped.
+        parents: int32 ``[num_rows]`` offset inside the request of the token before; -1 for roots.
+        accepted: bool ``[num_rows]``.
+        before: int32 ``[num_requests, longest - 1]`` the tokens before each root, newest last; -1 if unknown.
+        top_ids: int32 ``[num_rows, width]``, best first.
+        top_logits: float32 ``[num_rows, width]``; a row whose first is not finite is skipped.
+        vocab_size: number of token ids.
+    """
+    _compiled("record_rows")(
+        table, row_start, tokens, parents, accepted, before, top_ids, top_logits, vocab_size
+    )
+
+
+def record_text(
+    table: NgramTable, tokens: Int32, order: int, step: float, cap: float, vocab_size: int
+) -> None:
+    """Add ``step``, up to ``cap``, to the weight of each of ``tokens[order:]`` behind the ``order`` tokens before it.
+
+    A new successor takes the place of the lightest where there is no other. Of equal ones the latest stands first.
+
+    Args:
+        table: written to.
+        tokens: int32 ``[num_tokens]``. Contexts and successors outside the vocabulary are skipped.
+        order: tokens of a context.
+        step: above 0.
+        cap: at least ``step``.
+        vocab_size: number of token ids.
+    """
+    _compiled("record_text")(table, tokens, order, step, cap, vocab_size)
+
+
+def grow_tree(
+    table: NgramTable,
+    context: Int32,
+    shortest: int,
+    classes: Classes,
+    drawing: Drawing,
+    budget: int,
+    max_depth: int,
+    chain: bool,
+) -> GrownTree:
+    """From the root on, open the newest node and take the best of all unopened children.
+
+    The children of a node are among the successors of the longest context in the table that ends with it. A share is
+    a successor's part of their weights to the power of ``1 / temperature``. Drawn children are those of the largest
+    ``log(share) + G``, with standard Gumbel noise G that depends on ``noise`` and the path. The best of all unopened
+    children is the one of the largest path probability times ``1 + exploration * sqrt(n)``, with n the number of
+    nodes already taken below its parent; of equals the first found. Nodes stand in the order they were taken: with
+    exploration not always in that of their probabilities.
+
+    Args:
+        table: as recorded.
+        context: int32 ``[longest]`` the last tokens, newest last, -1 before the first.
+        shortest: tokens of the shortest context looked up.
+        classes: of at most 256 groups.
+        drawing: how children are chosen.
+        budget: most nodes.
+        max_depth: deepest nodes; the root's children have depth 1.
+        chain: consider the newest node's children alone.
+    """
+    budget = max(budget, 0)
+    tree = GrownTree(
+        np.empty(budget, np.int32),
+        np.empty(budget, np.int32),
+        np.empty(budget, np.float32),
+        np.empty(budget, np.uint8),
+    )
+    count = _compiled("grow_tree")(table, context, shortest, classes, drawing, max_depth, chain, tree)
+    return GrownTree(
+        tree.tokens[:count], tree.parents[:count], tree.probabilities[:count], tree.groups[:count]
+    )
+
+
+@functools.cache
+def _compiled(name: str) -> Any:
+    from vllm_ext.kernels import ngram_table_numba
+
+    return ngram_table_numba.compiled(name)

@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""ADED: draft from statistics of three tokens in a row, corrected by the text as it comes.
+
+For each pair of tokens a table weighs what followed it in prompts and outputs. A draft is the tree of the most
+probable continuations of the last pair by the product of their shares. No weights; one table for all requests.
+
+Source: "Adaptix: Improving LLM Decoding Efficiency via Adaptive Draft-Verification", first called ADED,
+arXiv 2407.12021, section 3.
+
+Deviations, all ours:
+
+- The table starts empty; the paper's holds a corpus. Each occurrence of a triple adds the paper's 0.04, up to 3.0,
+  once, when its last token comes; the paper adds it in every step in which it is among the last 16 tokens.
+- Best-first expansion replaces 150 rounds of Monte Carlo tree search and their random numbers: the same candidates in
+  some microseconds. Of the search's rule (PUCT) the bonus is left: with ``exploration`` a node goes up as more nodes
+  are taken beside it and below its siblings, by no more than ``1 + exploration * sqrt(nodes)``.
+- Nodes are taken by estimated acceptance: how often a child was right by its share, counted as requests go on.
+- The table is a fixed array: of four places for a pair the one not recorded for longest makes room.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+import numpy.typing as npt
+from pydantic import Field
+
+from vllm_ext.kernels.best_first_tree import Float64, judge_tree
+from vllm_ext.kernels.ngram_table import EMPTY, Classes, Drawing, NgramTable, grow_tree, record_text
+from vllm_ext.proposers.base import MethodOptions, Proposer, Request, Sampling, VerifiedRows
+from vllm_ext.proposers.tree import DraftTree, Float32, Int32
+
+PAIR = 2  # tokens of a context
+WIDTH = 12  # successors kept for each pair
+STEP, CAP = 0.04, 3.0  # what an occurrence adds to a weight, and the most it can be
+
+# Bounds between the classes of a child's share.
+SHARES: Float32 = np.array([0.02, 0.05, 0.1, 0.2, 0.3, 0.45, 0.6, 0.75, 0.9, 0.98], np.float32)
+NUM_DEPTHS = 4  # the deeper ones count as the last
+
+# An estimate is hits over trials, both fading: the last 200 trials or so count. The prior is worth 8 trials.
+FADE = 0.995
+PRIOR_TRIALS = 8.0
+TRUST = 0.75  # prior acceptance per share; from outputs of SmolLM2-135M
+
+
+class AdedOptions(MethodOptions):
+    """Options of ``aded``."""
+
+    memory_mb: int = Field(
+        default=64, ge=1, le=8192, description="most memory for the table, in 10^6 bytes; old pairs make room"
+    )
+    exploration: float = Field(
+        default=0.0,
+        ge=0.0,
+        le=1.0,
+        description="bonus of what is little drafted so far; 0: by probability alone",
+    )
+
+
+@dataclass(slots=True)
+class _Request:
+    """What is remembered of a request from step to step."""
+
+    num_recorded: int = 0  # tokens whose text is in the table
+    drafted: tuple[Int32, Int32, npt.NDArray[np.uint8]] | None = None  # tokens, parents, groups
+
+
+class Aded(Proposer):
+    """Trees of tri-grams.
+
+    Args:
+        vocab_size: number of token ids of the target.
+        memory_mb: bound of the table, in 10^6 bytes.
+        exploration: the bonus's factor.
+    """
+
+    summary: ClassVar[str] = "what followed the same two tokens in prompts and outputs, by frequency"
+    paper: ClassVar[str] = "arXiv 2407.12021"
+    Options: ClassVar[type[MethodOptions]] = AdedOptions
+
+    def __init__(self, vocab_size: int, memory_mb: int = 64, exploration: float = 0.0) -> None:
+        self.vocab_size = vocab_size
+        self._drawing = Drawing(WIDTH, 1.0, -1, float(exploration))
+        self.table = NgramTable.of_size(memory_mb * 10**6, WIDTH)
+        middle = (np.array([0.0, *SHARES]) + np.array([*SHARES, 1.0])) / 2
+        # [shares, depths]
+        self.trials: Float64 = np.full((len(middle), NUM_DEPTHS), PRIOR_TRIALS)
+        self.hits: Float64 = self.trials * TRUST * middle[:, None]
+        self._requests: dict[str, _Request] = {}
+
+    @classmethod
+    def from_options(cls, options: AdedOptions, vocab_size: int) -> Aded:
+        """See `Proposer.from_options`."""
+        return cls(vocab_size, options.memory_mb, options.exploration)
+
+    @property
+    def memory_bytes(self) -> int:
+        """The table, ``memory_mb`` rounded down to a power of two of pairs, and the counts."""
+        return sum(part.nbytes for part in self.table) + self.hits.nbytes + self.trials.nbytes
+
+    @property
+    def estimates(self) -> Float32:
+        """float32 ``[shares, depths]``: how often a child is accepted when its parent was."""
+        return (self.hits / self.trials).astype(np.float32)
+
+    def start(self, request: Request) -> None:
+        """Record the prompt."""
+        self._requests[request.request_id] = state = _Request()
+        self._record(state, request.tokens)
+
+    def _record(self, state: _Request, tokens: Int32) -> None:
+        """Record what is new of the text: each position once, whatever the scheduler did meanwhile."""
+        new = np.array(tokens[max(state.num_recorded - PAIR, 0) :], np.int32)
+        record_text(self.table, new, PAIR, STEP, CAP, self.vocab_size)
+        state.num_recorded = len(tokens)
+
+    def observe(self, rows: VerifiedRows) -> None:
+        """Judge the trees of the last `propose`."""
+        for request_id, emitted in zip(rows.request_ids, rows.emitted, strict=True):
+            state = self._requests.get(request_id)
+            if state is not None and state.drafted is not None and emitted:
+                judge_tree(*state.drafted, np.array(emitted, np.int32), self.hits, self.trials, FADE)
+                state.drafted = None
+
+    def propose(self, requests: Sequence[Request]) -> list[DraftTree]:
+        """Record what has come, and expand each request's last pair."""
+        for request in requests:
+            self._record(self._requests[request.request_id], request.tokens)
+        classes = Classes(self.estimates[None], SHARES)
+        trees = []
+        for request in requests:
+            context = np.full(PAIR, EMPTY, np.int32)
+            last = request.tokens[-PAIR:]
+            context[PAIR - len(last) :] = last
+            grown = grow_tree(
+                self.table,
+                context,
+                PAIR,
+                classes,
+                self._drawing,
+                request.budget_tokens,
+                request.max_depth,
+                request.chain,
+            )
+            self._requests[request.request_id].drafted = grown.tokens, grown.parents, grown.groups
+            tree = DraftTree(grown.tokens, grown.parents, grown.probabilities)
+            if self._drawing.exploration > 0.0:  # the nodes stand in the order they were taken
+                tree = DraftTree.from_nodes(*grown[:3])
+            trees.append(tree)
+        return trees
+
+    def finish(self, request_id: str) -> None:
+        """Forget a request; what it taught stays."""
+        self._requests.pop(request_id, None)
+
+    def warm_up(self) -> None:
+        """Compile what would else stall the first request."""
+        # A small one of the same types; numba's compiled code is shared by all.
+        twin = type(self)(2, 1)
+        tokens = np.zeros(3, np.int32)
+        sampling = Sampling(temperature=0.0, top_p=1.0, top_k=0, min_p=0.0, seed=None)
+        request = Request("", tokens, 3, budget_tokens=1, max_depth=1, sampling=sampling)
+        twin.start(request)
+        twin.propose([request])
+        none = np.zeros(0, np.int32)
+        ids, logits = none.reshape(0, 0), np.zeros((0, 0), np.float32)
+        twin.observe(VerifiedRows([""], np.zeros(2, np.int32), none, none, none > 0, ids, logits, [[0]]))

@@ -1,0 +1,221 @@
+# SPDX-License-Identifier: Apache-2.0
+"""STAND: draft from the distributions the target had after the same last tokens, with randomness where it samples.
+
+For each context of 1 to ``max_order`` tokens a table keeps the mean of the distributions that the target had after it,
+as far as its largest logits tell them. A node's children are drawn without replacement (Gumbel-top-k) from that of its
+longest known context, at the request's temperature; greedy requests get the most probable ones. No weights; one
+table for all requests.
+
+Source: "Accelerated Test-Time Scaling with Model-Free Speculative Sampling", arXiv 2506.04708, section 3.
+
+Deviations, all ours:
+
+- Trees are verified by the sample-then-match walk, not (yet) by the ratio test that draws without replacement allow:
+  lossless whatever the children are, but by it drawn children are accepted no more often than the most probable
+  ones, which ``branches="probable"`` takes at every temperature.
+- Best-first growth under the budget replaces the fixed shape found on a calibration set. The estimates by which it goes
+  are counted as requests go on: how often a child was right by the length of its context and by its share at the
+  temperature, apart for greedy requests. Top-p, top-k and min-p are left to them.
+- Noise is a function of the request's seed (its id where it has none), its length and the path. It has nothing in
+  common with the noise the target samples by, and all tensor-parallel ranks make the same trees.
+- The table is a fixed array: of four places for a context the one not recorded for longest makes room.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import numpy as np
+import numpy.typing as npt
+from pydantic import Field
+
+from vllm_ext.kernels.best_first_tree import Float64, judge_tree
+from vllm_ext.kernels.ngram_table import EMPTY, Classes, Drawing, NgramTable, grow_tree, record_rows
+from vllm_ext.proposers.base import MethodOptions, Proposer, Request, Sampling, VerifiedRows
+from vllm_ext.proposers.tree import DraftTree, Float32, Int32
+
+# Bounds between the classes of a child's share.
+SHARES: Float32 = np.array([0.005, 0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 0.97], np.float32)
+NUM_DEPTHS = 4  # the deeper ones count as the last
+BRANCHES = 5  # most children of a node, as in the paper's first tree
+
+# An estimate is hits over trials, both fading: the last 200 trials or so count. The prior is worth 8 trials.
+FADE = 0.995
+PRIOR_TRIALS = 8.0
+# Prior acceptance per share, by tokens of the context: of greedy requests, and of those that sample. From outputs of
+# SmolLM2-135M.
+TRUST: Float64 = np.array([[0.4, 0.6, 0.8, 0.95], [0.33, 0.5, 0.65, 0.75]])
+
+
+class StandOptions(MethodOptions):
+    """Options of ``stand``."""
+
+    memory_mb: int = Field(
+        default=64,
+        ge=1,
+        le=8192,
+        description="most memory for the table, in 10^6 bytes; old contexts make room",
+    )
+    max_order: int = Field(default=4, ge=1, le=TRUST.shape[1], description="longest context, in tokens")
+    table_width: int = Field(default=8, ge=1, le=32, description="successors kept for each context")
+    branches: Literal["drawn", "probable"] = Field(
+        default="drawn",
+        description="children of requests that sample. drawn: at random, as the paper has them; probable: the most "
+        "probable ones",
+    )
+
+
+@dataclass(slots=True)
+class _Request:
+    """What is remembered of a request from step to step."""
+
+    noise: str  # what the request's noise depends on besides its length and the path
+    mode: int  # which estimates are its own
+    context: Int32 | None = None  # [max_order] the last tokens of the next verification, the root last
+    drafted: tuple[Int32, Int32, npt.NDArray[np.uint8]] | None = None  # tokens, parents, groups
+
+
+class Stand(Proposer):
+    """Trees of recorded distributions.
+
+    Args:
+        vocab_size: number of token ids of the target.
+        memory_mb: bound of the table, in 10^6 bytes.
+        max_order: longest context, in tokens.
+        table_width: successors kept for each context.
+        branches: "drawn" or "probable".
+    """
+
+    summary: ClassVar[str] = "the distributions the target had after the same last tokens"
+    paper: ClassVar[str] = "arXiv 2506.04708"
+    Options: ClassVar[type[MethodOptions]] = StandOptions
+
+    def __init__(
+        self,
+        vocab_size: int,
+        memory_mb: int = 64,
+        max_order: int = 4,
+        table_width: int = 8,
+        branches: str = "drawn",
+    ) -> None:
+        self.verified_top_k = table_width
+        self.vocab_size = vocab_size
+        self._arguments = (max_order, table_width, branches)
+        self._longest = max_order
+        self._drawn = branches == "drawn"
+        self.table = NgramTable.of_size(memory_mb * 10**6, table_width)
+        middle = (np.array([0.0, *SHARES]) + np.array([*SHARES, 1.0])) / 2
+        prior = TRUST[:, :max_order, None] * middle
+        # [2 (0: greedy requests, 1: those that sample), orders, shares, depths]
+        self.trials: Float64 = np.full((*prior.shape, NUM_DEPTHS), PRIOR_TRIALS)
+        self.hits: Float64 = self.trials * prior[..., None]
+        self._requests: dict[str, _Request] = {}
+
+    @classmethod
+    def from_options(cls, options: StandOptions, vocab_size: int) -> Stand:
+        """See `Proposer.from_options`."""
+        return cls(vocab_size, options.memory_mb, options.max_order, options.table_width, options.branches)
+
+    @property
+    def memory_bytes(self) -> int:
+        """The table, ``memory_mb`` rounded down to a power of two of contexts, and the counts."""
+        return sum(part.nbytes for part in self.table) + self.hits.nbytes + self.trials.nbytes
+
+    @property
+    def estimates(self) -> Float32:
+        """float32 ``[2, orders, shares, depths]``: how often a child is accepted when its parent was."""
+        return (self.hits / self.trials).astype(np.float32)
+
+    def start(self, request: Request) -> None:
+        """Remember what the request's noise depends on."""
+        seed = request.sampling.seed
+        noise = request.request_id if seed is None else str(seed)
+        self._requests[request.request_id] = _Request(noise, int(request.sampling.temperature > 0))
+
+    def observe(self, rows: VerifiedRows) -> None:
+        """Judge the trees of the last `propose`, and record the distributions along the accepted paths."""
+        before = np.full((len(rows.request_ids), self._longest - 1), EMPTY, np.int32)
+        for i, (request_id, emitted) in enumerate(zip(rows.request_ids, rows.emitted, strict=True)):
+            state = self._requests.get(request_id)
+            if state is None or not emitted:
+                continue
+            if state.drafted is not None:
+                hits, trials = (
+                    counts[state.mode].reshape(-1, NUM_DEPTHS) for counts in (self.hits, self.trials)
+                )
+                judge_tree(*state.drafted, np.array(emitted, np.int32), hits, trials, FADE)
+                state.drafted = None
+            start = rows.row_start[i]
+            if (
+                state.context is not None
+                and start < rows.row_start[i + 1]
+                and rows.tokens[start] == state.context[-1]
+            ):
+                before[i] = state.context[:-1]
+        # Of exactly these types, or numba would compile once more, in the middle of a step.
+        record_rows(
+            self.table,
+            np.ascontiguousarray(rows.row_start, np.int32),
+            np.ascontiguousarray(rows.tokens, np.int32),
+            np.ascontiguousarray(rows.parents, np.int32),
+            np.ascontiguousarray(rows.accepted, np.bool_),
+            before,
+            np.ascontiguousarray(rows.top_ids, np.int32),
+            np.ascontiguousarray(rows.top_logits, np.float32),
+            self.vocab_size,
+        )
+
+    def propose(self, requests: Sequence[Request]) -> list[DraftTree]:
+        """Grow each request's tree from its root."""
+        estimates = self.estimates
+        trees = []
+        for request in requests:
+            state = self._requests[request.request_id]
+            state.context = np.full(self._longest, EMPTY, np.int32)
+            last = request.tokens[-self._longest :]
+            state.context[self._longest - len(last) :] = last
+            noise = -1
+            if self._drawn and state.mode:
+                noise = zlib.crc32(f"{state.noise} {len(request.tokens)}".encode())
+            tree = grow_tree(
+                self.table,
+                state.context,
+                1,
+                Classes(estimates[state.mode], SHARES),
+                Drawing(BRANCHES, float(request.sampling.temperature or 1.0), noise, 0.0),
+                request.budget_tokens,
+                request.max_depth,
+                request.chain,
+            )
+            state.drafted = tree.tokens, tree.parents, tree.groups
+            trees.append(DraftTree(tree.tokens, tree.parents, tree.probabilities))
+        return trees
+
+    def finish(self, request_id: str) -> None:
+        """Forget a request."""
+        self._requests.pop(request_id, None)
+
+    def warm_up(self) -> None:
+        """Compile what would else stall the first request."""
+        # A small one of the same types; numba's compiled code is shared by all.
+        twin = type(self)(2, 1, *self._arguments)
+        tokens = np.zeros(2, np.int32)
+        sampling = Sampling(temperature=1.0, top_p=1.0, top_k=0, min_p=0.0, seed=None)
+        request = Request("", tokens, 2, budget_tokens=1, max_depth=1, sampling=sampling)
+        twin.start(request)
+        twin.propose([request])
+        twin.observe(
+            VerifiedRows(
+                [""],
+                np.array([0, 1], np.int32),
+                tokens[:1],
+                np.array([-1], np.int32),
+                np.array([True]),
+                np.zeros((1, self.verified_top_k), np.int32),
+                np.zeros((1, self.verified_top_k), np.float32),
+                [[0]],
+            )
+        )

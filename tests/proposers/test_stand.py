@@ -1,0 +1,221 @@
+# SPDX-License-Identifier: Apache-2.0
+"""STAND: what is recorded of a step, and what of it is drafted. See also test_model_free.py, test_ngram_table.py."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from vllm_ext.proposers import stand
+from vllm_ext.proposers.base import Request, Sampling, VerifiedRows
+from vllm_ext.proposers.stand import Stand, StandOptions
+from vllm_ext.proposers.tree import DraftTree
+
+VOCAB = 1000
+GREEDY = Sampling(temperature=0.0, top_p=1.0, top_k=0, min_p=0.0, seed=None)
+
+
+def sampling(seed: int | None, temperature: float = 1.0) -> Sampling:
+    return Sampling(temperature, 1.0, 0, 0.0, seed)
+
+
+def request(
+    text: Sequence[int], how: Sampling = GREEDY, name: str = "r", budget: int = 8, depth: int = 99
+) -> Request:
+    return Request(name, np.array(text, np.int32), 1, budget, depth, how)
+
+
+def rows(
+    path: Sequence[int],
+    ids: Sequence[Sequence[int]],
+    shares: Sequence[Sequence[float]],
+    emitted: Sequence[int],
+) -> VerifiedRows:
+    """The rows of a root and of the accepted chain below it."""
+    return VerifiedRows(
+        ["r"],
+        np.array([0, len(path)], np.int32),
+        np.array(path, np.int32),
+        np.arange(-1, len(path) - 1, dtype=np.int32),
+        np.ones(len(path), np.bool_),
+        np.array(ids, np.int32),
+        np.log(np.array(shares, np.float32)),
+        [list(emitted)],
+    )
+
+
+def paths(tree: DraftTree) -> dict[tuple[int, ...], float]:
+    seen: list[tuple[int, ...]] = []
+    for token, parent in zip(tree.tokens.tolist(), tree.parents.tolist(), strict=True):
+        seen.append(((*seen[parent],) if parent >= 0 else ()) + (token,))
+    return dict(zip(seen, tree.probabilities.tolist(), strict=True))
+
+
+def drafter(width: int = 2, **options: object) -> Stand:
+    return Stand.from_options(
+        StandOptions.model_validate({"memory_mb": 1, "table_width": width, **options}), VOCAB
+    )
+
+
+def teach(one: Stand, text: Sequence[int], ids: Sequence[int], shares: Sequence[float]) -> None:
+    """What the target said after a text."""
+    one.start(request(text, name="r"))
+    one.propose([request(text, budget=0)])
+    one.observe(rows(text[-1:], [ids], [shares], [ids[0]]))
+    one.finish("r")
+
+
+def draft(
+    one: Stand, text: Sequence[int], how: Sampling = GREEDY, name: str = "q", **kw: int
+) -> list[DraftTree]:
+    asked = request(text, how, name, **kw)
+    one.start(asked)
+    trees = one.propose([asked])
+    one.finish(name)
+    for tree in trees:
+        tree.validate()
+    return trees
+
+
+def test_contexts_reach_behind_the_root_of_a_step() -> None:
+    one = drafter()
+    one.start(request([1, 2, 3, 4]))
+    one.propose([request([1, 2, 3, 4], budget=0)])
+    # 4 and the accepted 5; the target then said 6.
+    one.observe(rows([4, 5], [[5, 50], [6, 60]], [[0.9, 0.1], [0.8, 0.2]], [5, 6]))
+    teach(one, [9, 9, 9, 5], [7, 70], [0.9, 0.1])  # of the single 5 a mean; its other contexts are others
+    (tree,) = draft(one, [2, 3, 4, 5])
+    assert next(iter(paths(tree))) == (6,)
+    (tree,) = draft(one, [1, 2, 3, 4])
+    assert list(paths(tree))[:2] == [(5,), (5, 6)]
+    (tree,) = draft(one, [8, 8, 8, 5])
+    assert next(iter(paths(tree))) == (7,)  # 0.45 and 0.4
+    teach(one, [9, 9, 4, 5], [8, 80], [0.99, 0.01])  # outweighs 6 where only the last two tokens are the same
+    for text, token in (([2, 3, 4, 5], 6), ([9, 3, 4, 5], 6), ([2, 2, 4, 5], 8)):
+        assert draft(one, text)[0].tokens[0] == token
+
+
+def test_rows_of_unknown_requests_and_of_other_roots_teach_their_last_token_only() -> None:
+    for known in (False, True):
+        one = drafter()
+        if known:
+            one.start(request([1, 2, 3]))
+            one.propose([request([1, 2, 3], budget=0)])
+        one.observe(rows([4], [[5, 50]], [[0.9, 0.1]], [5] if known else []))
+        assert int((one.table.keys != 0).sum()) == 1
+        assert paths(draft(one, [4], depth=1)[0]).keys() == {(5,), (50,)}
+
+
+def test_the_temperature_sharpens_or_flattens_the_shares() -> None:
+    one = drafter(3)
+    one.hits[:] = (
+        one.trials * np.array([0.0025, *stand.SHARES])[:, None]
+    )  # a class's chance is its lower bound
+    teach(one, [1, 2], [5, 6, 7], [0.6, 0.3, 0.1])
+    for temperature in (0.5, 1.0, 2.0):
+        shares = np.array([0.6, 0.3, 0.1]) ** (1 / temperature)
+        shares /= shares.sum()
+        expected = [max([0.0025, *stand.SHARES[share > stand.SHARES]]) for share in shares]
+        (tree,) = draft(one, [1, 2], sampling(3, temperature), depth=1)
+        assert paths(tree) == pytest.approx(dict(zip([(5,), (6,), (7,)], expected, strict=True)))
+    greedy = paths(draft(one, [1, 2], depth=1)[0])
+    assert greedy == paths(draft(one, [1, 2], sampling(3, 1.0), depth=1)[0])
+
+
+def drawn(one: Stand, how: Sampling, text: Sequence[int] = (1, 2), name: str = "q") -> frozenset[int]:
+    return frozenset(draft(one, text, how, name, depth=1, budget=32)[0].tokens.tolist())
+
+
+def test_children_of_sampling_requests_are_drawn_by_seed_position_and_name() -> None:
+    one = drafter(20)
+    teach(one, [1, 2], list(range(100, 120)), [0.05] * 20)
+    by_seed = {seed: drawn(one, sampling(seed)) for seed in range(20)}
+    assert all(len(tokens) == stand.BRANCHES for tokens in by_seed.values())
+    assert len(set(by_seed.values())) > 15  # of the 15504 sets
+    assert by_seed == {seed: drawn(one, sampling(seed), name="other") for seed in range(20)}
+    assert drawn(one, sampling(3), [8, 1, 2]) != by_seed[3]  # one token further on
+    names = {name: drawn(one, sampling(None), name=name) for name in "abcdefgh"}
+    assert len(set(names.values())) > 5
+    assert names == {name: drawn(one, sampling(None), name=name) for name in "abcdefgh"}
+
+
+def test_greedy_requests_and_an_option_take_the_most_probable() -> None:
+    shares = [0.3, 0.2, 0.15, 0.12, 0.1, 0.08, 0.05]
+    best = frozenset(range(100, 100 + stand.BRANCHES))
+    for branches in ("drawn", "probable"):
+        one = drafter(7, branches=branches)
+        teach(one, [1, 2], list(range(100, 107)), shares)
+        assert {drawn(one, GREEDY, name=str(i)) for i in range(20)} == {best}
+        by_seed = {drawn(one, sampling(seed)) for seed in range(20)}
+        assert (by_seed == {best}) == (branches == "probable")
+
+
+def test_estimates_converge_to_the_true_frequencies_apart_for_greedy_requests() -> None:
+    """The target says 5 in 60 % of the steps of requests that sample, and always when greedy."""
+    one = drafter(2, branches="probable")
+    rng = np.random.default_rng(0)
+    asks = {
+        "sampled": request([1, 2], sampling(1), "sampled", depth=1),
+        "greedy": request([1, 2], name="greedy", depth=1),
+    }
+    teach(one, [1, 2], [5, 6], [0.58, 0.42])
+    for ask in asks.values():
+        one.start(ask)
+    for _ in range(1500):
+        one.propose(list(asks.values()))
+        none = np.zeros(0, np.int32)
+        one.observe(
+            VerifiedRows(
+                list(asks),
+                np.zeros(3, np.int32),
+                none,
+                none,
+                none > 0,
+                np.zeros((0, 2), np.int32),
+                np.zeros((0, 2), np.float32),
+                [[int(rng.choice([5, 6], p=[0.6, 0.4]))], [5]],
+            )
+        )
+    sampled, greedy = (paths(tree) for tree in one.propose(list(asks.values())))
+    # A fading mean of n trials has the variance p (1 - p) (1 - fade) / (1 + fade): 4 sigma.
+    assert sampled[5,] == pytest.approx(0.6, abs=4 * (0.24 * 0.005 / 1.995) ** 0.5)
+    assert sampled[6,] == pytest.approx(0.4, abs=4 * (0.24 * 0.005 / 1.995) ** 0.5)
+    assert greedy[5,] > 0.99
+    assert greedy.get((6,), 0.0) < 0.01
+
+
+@pytest.mark.parametrize("megabytes", [1, 3, 64])
+def test_memory_is_bounded_and_told(megabytes: int) -> None:
+    one = Stand(VOCAB, megabytes)
+    table = sum(part.nbytes for part in one.table)
+    assert megabytes * 10**6 / 2 < table <= megabytes * 10**6
+    assert table < one.memory_bytes < table + 20_000
+    assert one.verified_top_k == 8
+
+
+def test_a_full_table_goes_on_learning() -> None:
+    one = drafter()
+    before = one.memory_bytes
+    rng = np.random.default_rng(0)
+    slots = len(one.table.keys)
+    for _ in range(3 * slots // 4000):
+        tokens = rng.integers(0, VOCAB, 1000)
+        ids = np.stack([tokens, (tokens + 1) % VOCAB], 1)
+        one.observe(rows(tokens.tolist(), ids.tolist(), np.full((1000, 2), 0.5).tolist(), []))
+    assert (one.table.keys != 0).sum() > 0.9 * slots
+    assert one.memory_bytes == before
+    teach(one, [1, 2, 3, 4], [5, 6], [0.9, 0.1])
+    assert next(iter(paths(draft(one, [1, 2, 3, 4])[0]))) == (5,)
+
+
+def test_options_reach_the_proposer() -> None:
+    one = drafter(3, max_order=2)
+    assert one.verified_top_k == one.table.successors.shape[1] == 3
+    assert one.estimates.shape[1] == 2
+    teach(one, [1, 2, 3], [5, 6, 7], [0.9, 0.05, 0.05])
+    assert int((one.table.keys != 0).sum()) == 2
+    for name, value in (("memory_mb", 0), ("max_order", 5), ("table_width", 0), ("branches", "all")):
+        with pytest.raises(ValueError, match=name):
+            StandOptions.model_validate({name: value})

@@ -96,7 +96,7 @@ def contents(index: SuffixIndex) -> tuple[Int32, Bool]:
 
     Returns:
         int32 ``[num_tokens]`` the tokens that are not forgotten, oldest first, and bool ``[num_tokens]`` those whose
-        successors can be found; of separators either.
+        successors can be found, separators among them: theirs have no links.
     """
     capacity, end = len(index.log), int(index.end[0])
     if end <= capacity:
@@ -105,7 +105,7 @@ def contents(index: SuffixIndex) -> tuple[Int32, Bool]:
         oldest = end % capacity
         tokens = np.concatenate([index.log[oldest:], index.log[:oldest]])
         links = np.concatenate([index.previous[0, oldest:], index.previous[0, :oldest]])
-    return tokens, links != CONTEXT_ONLY
+    return tokens, (links != CONTEXT_ONLY) | (tokens < 0)
 
 
 def rebuild(capacity: int, tokens: Int32, findable: Bool, vocab_size: int) -> SuffixIndex:

@@ -18,14 +18,16 @@ Deviations, all ours, made for budgets of 5 to 16 nodes where the paper verifies
   And the text of prompts and outputs is indexed by its last 2 to ``context_tokens`` tokens: what followed the
   longest context seen before is one more successor, or the same one with more trust.
 - Entries never observed are marked empty and end a path, where the paper's code drafts token 0. Prompts seed
-  them with the successors they contain, so that a fresh server drafts from its first step.
+  them with the successors they contain, so that a fresh server drafts from its first step. What a root's row still
+  lacks is filled, unless ``context_tokens`` is 1, with what most often followed tokens at their first occurrence (the
+  lowest order of a Kneser-Ney back-off): one token in five behind roots never read before.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -64,6 +66,8 @@ PAIR_TRUST = 0.65
 SEEDED = 0.25
 TEXT_TRUST = (0.3, 0.45, 0.6)
 ABSENT_TRUST = 0.5
+GUESSED = 0.05  # of an entry that only fills a root's row
+GUESS_CLASS = 2 * (len(SHARES) + 1) + 1
 
 
 class TokenRecyclingOptions(MethodOptions):
@@ -95,6 +99,7 @@ class _Request:
     num_recorded: int  # tokens whose text is in the tables
     previous: int = EMPTY  # the token before the root of the next verification; EMPTY if there is none
     root: int = EMPTY
+    unread: bool = False  # the target has never read the root
     drafted: tuple[Int32, Int32, npt.NDArray[np.uint8]] | None = None  # tokens, parents, groups
 
 
@@ -123,6 +128,9 @@ class TokenRecycling(Proposer):
         self.tables = SuccessorTables.empty(
             vocab_size, matrix_width, PAIR_SLOTS if more else 0, TEXT_SLOTS if more else 0
         )
+        # How often a token followed another's first occurrence, and the most frequent ones, best first.
+        self.first_successors: Int32 = np.zeros(vocab_size if more else 0, np.int32)
+        self._guesses: Int32 = np.zeros(0, np.int32)
         self._chain = tree == "chain"
         # [positions, width]; no position: any shape.
         self._template = np.empty((0, matrix_width), np.int32)
@@ -141,13 +149,15 @@ class TokenRecycling(Proposer):
 
     @property
     def memory_bytes(self) -> int:
-        """``5 * vocab_size * width``; for longer contexts ``2**16 * (5 * width + 8) + 2**18 * 12`` more."""
-        return sum(table.nbytes for table in self.tables) + self.hits.nbytes + self.trials.nbytes
+        """``5 * vocab_size * width``; for longer contexts ``2**16 * (5 * width + 8) + 2**18 * 12`` and
+        ``4 * vocab_size`` more."""
+        arrays = *self.tables, self.first_successors, self.hits, self.trials
+        return sum(array.nbytes for array in arrays)
 
     def _prior(self) -> Float64:
         """``[context_tokens, classes]`` chance of acceptance before anything was counted."""
         share = np.sqrt(np.array([0.001, *SHARES]) * np.array([*SHARES, 1.0]))  # a class's middle
-        of_row = np.array([SEEDED, *(share * ROW_TRUST), *(share * PAIR_TRUST), 0.0, 0.0])
+        of_row = np.array([SEEDED, *(share * ROW_TRUST), *(share * PAIR_TRUST), GUESSED, 0.0, 0.0])
         levels = [of_row]
         for trust in TEXT_TRUST[: self._longest - 1]:
             levels.append(1 - (1 - of_row) * (1 - trust))  # as if independent
@@ -168,8 +178,32 @@ class TokenRecycling(Proposer):
         unseen = self.tables.successors[head, 0] == EMPTY
         # A token that occurs twice keeps its last successor: numpy assigns in order.
         self.tables.successors[head[unseen], 0] = successor[unseen]
+        self._count_first(successor[unseen][np.unique(head[unseen], return_index=True)[1]])
         self._requests[request.request_id] = state = _Request(num_recorded=1)
         self._record_text(state, prompt)
+
+    def _count_first(self, successors: Int32) -> None:
+        """Count tokens that followed another's first occurrence."""
+        if self._longest > 1 and len(successors):
+            np.add.at(self.first_successors, successors, 1)
+            # Counts only grow: all others are still below these.
+            self._guesses = self._most_frequent(np.union1d(self._guesses, successors))
+
+    def _most_frequent(self, tokens: npt.NDArray[Any]) -> Int32:
+        """Of these, in ascending order, the most frequent first successors."""
+        order = np.argsort(-self.first_successors[tokens], kind="stable")
+        return tokens[order[: self.verified_top_k]].astype(np.int32)
+
+    def _fill(self, root: int) -> bool:
+        """Fill what the root's row lacks, until the target has read it; returns whether it never has."""
+        if not 0 <= root < self.vocab_size or self.tables.successors[root, -1] != EMPTY:
+            return False
+        row = self.tables.successors[root]
+        known = int((row != EMPTY).sum())
+        guesses = self._guesses[~np.isin(self._guesses, row[:known])][: len(row) - known]
+        row[known : known + len(guesses)] = guesses
+        self.tables.bases[root, known : known + len(guesses)] = GUESS_CLASS
+        return known == 0
 
     def _record_text(self, state: _Request, tokens: Int32) -> None:
         if self._longest > 1:
@@ -189,6 +223,8 @@ class TokenRecycling(Proposer):
             if emitted and state.drafted is not None:
                 judge_tree(*state.drafted, np.array(emitted, np.int32), hits, trials, FADE)
                 state.drafted = None
+            if emitted and state.unread and 0 <= emitted[0] < self.vocab_size:
+                self._count_first(np.array(emitted[:1], np.int32))
             start = rows.row_start[i]
             if start < rows.row_start[i + 1] and rows.tokens[start] == state.root:
                 root_previous[i] = state.previous
@@ -215,6 +251,7 @@ class TokenRecycling(Proposer):
             self._record_text(state, tokens)
             state.root = int(tokens[-1])
             state.previous = int(tokens[-2]) if len(tokens) > 1 else EMPTY
+            state.unread = self._fill(state.root)
         grown = grow_trees(
             self.tables,
             self.estimates,
@@ -241,17 +278,18 @@ class TokenRecycling(Proposer):
     def learned(self) -> dict[str, Learned]:
         """See `Proposer.learned`: the tables and the calibration."""
         tables = {name: table.copy() for name, table in self.tables._asdict().items()}
+        tables["first_successors"] = self.first_successors.copy()
         return {**tables, "hits": self.hits.copy(), "trials": self.trials.copy()}
 
     def restore(self, arrays: Mapping[str, Learned]) -> None:
         """See `Proposer.restore`."""
         tables: dict[str, Learned] = self.tables._asdict()
-        check_names(arrays, (*tables, "hits", "trials"))
+        check_names(arrays, (*tables, "first_successors", "hits", "trials"))
         keys = np.iinfo(np.int64)  # any number may be one
         tokens = EMPTY, self.vocab_size - 1
         ranges = {
             "successors": tokens,
-            "bases": (0, 2 * (len(SHARES) + 1)),  # seeded, or a share's class in a token's or a pair's row
+            "bases": (0, GUESS_CLASS),  # seeded, a share's class in a token's or a pair's row, or guessed
             "pair_keys": (keys.min, keys.max),
             "text_keys": (keys.min, keys.max),
             "text_successors": tokens,
@@ -261,7 +299,13 @@ class TokenRecycling(Proposer):
         rows = np.sort(arrays["successors"], 1)
         if ((rows[:, 1:] == rows[:, :-1]) & (rows[:, 1:] != EMPTY)).any():
             raise ValueError("successors has a row with one token twice: siblings would not be distinct")
+        firsts = arrays["first_successors"]
+        check_array(
+            "first_successors", firsts, self.first_successors.shape, np.int32, 0, np.iinfo(np.int32).max
+        )
         restore_counts(arrays, self.hits, self.trials, PRIOR_TRIALS, FADE)
+        self.first_successors[...] = firsts
+        self._guesses = self._most_frequent(np.flatnonzero(firsts))
         for name, table in tables.items():
             table[...] = arrays[name]
 

@@ -198,7 +198,8 @@ def test_values_out_of_range_are_refused(method: str, name: str) -> None:
         "trials": [0.0, -1.0, np.nan, np.inf, 201.0],
         "successors": [-2, VOCAB],
         "text_successors": [-2, VOCAB],
-        "bases": [2 * len(SHARES) + 3, 255],
+        "bases": [2 * len(SHARES) + 4, 255],
+        "first_successors": [-1],
         "tokens": [-2, VOCAB],
     }
     for value in bad.get(short, []):

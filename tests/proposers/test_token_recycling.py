@@ -16,7 +16,7 @@ from vllm_ext.kernels import best_first_tree_ref as ref
 from vllm_ext.kernels.best_first_tree import EMPTY, SuccessorTables, grow_trees, judge_tree
 from vllm_ext.proposers import token_recycling
 from vllm_ext.proposers.base import Request, Sampling, VerifiedRows
-from vllm_ext.proposers.token_recycling import SHARES, TokenRecycling, TokenRecyclingOptions
+from vllm_ext.proposers.token_recycling import GUESS_CLASS, SHARES, TokenRecycling, TokenRecyclingOptions
 from vllm_ext.proposers.token_recycling_template import positions
 from vllm_ext.proposers.tree import DraftTree
 
@@ -120,7 +120,7 @@ def decode(
 @pytest.mark.parametrize(("vocab", "width"), [(49152, 8), (151936, 8), (100, 1)])
 def test_memory(vocab: int, width: int, context: int) -> None:
     proposer = TokenRecycling(vocab, width, context)
-    expected = 5 * vocab * width + (0 if context == 1 else 2**16 * (5 * width + 8) + 2**18 * 12)
+    expected = 5 * vocab * width + (0 if context == 1 else 2**16 * (5 * width + 8) + 2**18 * 12 + 4 * vocab)
     assert expected <= proposer.memory_bytes <= expected + 20_000
     assert proposer.verified_top_k == width
 
@@ -176,6 +176,54 @@ def test_prompt_fills_empty_rows_only() -> None:
     assert proposer.tables.successors[5].tolist() == [EMPTY, EMPTY]  # 6 is output, not prompt
 
 
+def test_what_a_row_lacks_is_guessed_from_first_successors() -> None:
+    """Until the target has read the root. Of first successors the most frequent ones come first."""
+    proposer = TokenRecycling(VOCAB, 3)
+    proposer.start(
+        request([0, 9, 1, 9, 2, 8, 9, 3])
+    )  # first occurrences of 0, 9, 1, 2, 8, before 9, 1, 9, 8, 9
+    assert proposer._guesses.tolist() == [9, 1, 8]
+    tree = unseeded(proposer, 5, depth=1)
+    assert tree.tokens.tolist() == [9, 1, 8]
+    assert tree.probabilities.tolist() == pytest.approx([0.05] * 3)
+    assert draft(proposer, request([7, 2], num_prompt_tokens=0, depth=1)).tokens.tolist() == [8, 9, 1]
+    proposer.observe(rows([6], [[4, 5, 7]]))
+    assert sorted(unseeded(proposer, 6, depth=1).tokens.tolist()) == [4, 5, 7]  # read: nothing is guessed
+    paper = TokenRecycling(VOCAB, 3, context_tokens=1)
+    paper.start(request([0, 9, 1, 9, 2, 8, 9, 3]))
+    assert len(unseeded(paper, 5)) == 0
+
+
+def test_what_follows_a_root_never_read_is_counted_once() -> None:
+    proposer = TokenRecycling(VOCAB, 2)
+    proposer.start(request([5], num_prompt_tokens=1))
+    propose(proposer, request([5]))
+    proposer.observe(rows([5], [[6, 7]], emitted=[6]))
+    assert proposer.first_successors.tolist() == [0] * 6 + [1] + [0] * 4
+    propose(proposer, request([5, 6, 5]))
+    proposer.observe(rows([5], [[7, 6]], emitted=[7]))
+    assert proposer.first_successors.sum() == 1
+    assert unseeded(proposer, 4, depth=1).tokens.tolist() == [6]
+    proposer.start(request([3, 8, 3], name="seeded"))
+    propose(proposer, request([3, 8, 3], name="seeded"))
+    counted = int(proposer.first_successors.sum())
+    proposer.observe(rows([3], [[7, 6]], emitted=[7], name="seeded"))
+    assert proposer.first_successors.sum() == counted  # that 3 has been followed before
+
+
+def test_guesses_are_learnt_to_be_right_or_wrong() -> None:
+    proposer = TokenRecycling(VOCAB, 1)
+    proposer.start(request([0, 9]))
+    before = unseeded(proposer, 1, depth=1).probabilities[0]
+    for root in range(2, 6):
+        name = str(root)
+        proposer.start(request([root], name=name))
+        (tree,) = propose(proposer, request([root], name=name, depth=1))
+        assert tree.tokens.tolist() == [9]
+        proposer.observe(rows([root], [[9]], emitted=[9], name=name))
+    assert unseeded(proposer, 8, depth=1).probabilities[0] > 4 * before
+
+
 def test_the_longest_context_in_past_text_wins() -> None:
     proposer = TokenRecycling(VOCAB, 1)
     draft(proposer, request([1, 2, 3, 4, 0, 9, 2, 3, 5, 0, 1, 3, 6]))
@@ -207,7 +255,7 @@ def test_rows_of_a_root_know_the_token_before_it() -> None:
 
 def test_placeholder_ids_are_ignored() -> None:
     proposer = TokenRecycling(VOCAB, 1)
-    draft(proposer, request([1, -1, VOCAB, 2, 3]))
+    proposer.start(request([1, -1, VOCAB, 2, 3]))
     proposer.observe(rows([VOCAB + 5, -1], [[1], [2]]))
     assert proposer.tables.successors[2].tolist() == [3]
     assert (np.delete(proposer.tables.successors, 2, axis=0) == EMPTY).all()
@@ -417,10 +465,17 @@ def test_trees_equal_the_reference(
         if accepted[i] == kept:
             previous = tokens[parents[i]] if parents[i] >= 0 and longest > 1 else -1
             ref.record_row_ref(reference_rows, previous, tokens[i], ids[i], logits[i], SHARES.tolist())
+    firsts: Counter[int] = Counter()
     for token, successor in pairwise(text):
+        firsts[successor] += (token,) not in reference_rows
         if (token,) not in reference_rows or reference_rows[token,][0][1] == 0:
             reference_rows[token,] = [(successor, 0)]
     ref.record_text_ref(reference_text, text, 1, longest)
+    if longest > 1:
+        row = reference_rows.get((text[-1],), [])
+        guesses = sorted(+firsts, key=lambda token: (-firsts[token], token))[:2]
+        row = [*row, *((token, GUESS_CLASS) for token in guesses if token not in dict(row))]
+        reference_rows[text[-1],] = row[:2]
     rng = np.random.default_rng(data.draw(st.integers(0, 99)))
     proposer.trials[:] = 1.0
     proposer.hits[:] = rng.choice([0.0, 0.25, 0.5, 0.7, 1.0], proposer.hits.shape)

@@ -22,6 +22,9 @@ Bool = npt.NDArray[np.bool_]
 
 EMPTY = -1
 WAYS = 4  # slots that a context may be in
+MOST_COUNT = (
+    1 << 30
+)  # a context's mean is that of no more distributions: later ones then weigh as the last of them
 
 
 class NgramTable(NamedTuple):
@@ -31,8 +34,8 @@ class NgramTable(NamedTuple):
     """
 
     keys: Int64  # [slots], a power of two, at least WAYS; 0: free
-    used: Int64  # [slots] the clock when the context was recorded last
-    counts: Int32  # [slots] how many distributions its weights are the mean of
+    used: Int64  # [slots] the clock when the context was recorded last; 0: free
+    counts: Int32  # [slots] how many distributions its weights are the mean of, up to MOST_COUNT
     successors: Int32  # [slots, width] EMPTY behind the last one
     weights: Float32  # [slots, width] descending
     clock: Int64  # [1] records so far
@@ -57,6 +60,16 @@ class NgramTable(NamedTuple):
         return cls.empty(1 << slots.bit_length() - 1, width)
 
 
+class Entries(NamedTuple):
+    """What a table knows, without its free slots: what is kept of it."""
+
+    keys: Int64  # [contexts], of any order, no two alike
+    used: Int64  # [contexts], above 0
+    counts: Int32  # [contexts]
+    successors: Int32  # [contexts, width]
+    weights: Float32  # [contexts, width]
+
+
 class Classes(NamedTuple):
     """How likely a child is to be accepted once its parent is, by what the table says of it."""
 
@@ -73,6 +86,34 @@ class Drawing(NamedTuple):
     temperature: float  # above 0
     noise: int  # what draws without replacement depend on besides the path; -1: the heaviest instead
     exploration: float  # see `grow_tree`
+
+
+def contents(table: NgramTable) -> Entries:
+    """What the table knows. Copies."""
+    taken = np.flatnonzero(table.used)
+    return Entries(
+        table.keys[taken],
+        table.used[taken],
+        table.counts[taken],
+        table.successors[taken],
+        table.weights[taken],
+    )
+
+
+def insert(table: NgramTable, entries: Entries) -> int:
+    """Put what another table knew in an empty one.
+
+    Args:
+        table: written to.
+        entries: each of them as a table has it, but for the ways of the whole: they are checked here.
+
+    Returns:
+        The first entry that has no place, being there already or one of more than `WAYS` for the same slots; -1 if all
+        have one.
+    """
+    refused: int = _compiled("insert")(table, *entries)
+    table.clock[0] = entries.used.max(initial=0)
+    return refused
 
 
 def record_rows(

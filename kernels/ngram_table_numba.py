@@ -10,7 +10,7 @@ import numpy as np
 
 from vllm_ext.kernels import backends
 from vllm_ext.kernels.best_first_tree_numba import SHIFT, mix
-from vllm_ext.kernels.ngram_table import EMPTY, WAYS
+from vllm_ext.kernels.ngram_table import EMPTY, MOST_COUNT, WAYS
 
 
 @functools.cache
@@ -20,8 +20,13 @@ def compiled(name: str) -> Any:
 
 
 @numba.njit  # type: ignore[untyped-decorator]
+def _first_way(keys: Any, key: int) -> Any:
+    return ((key >> SHIFT) & (len(keys) // WAYS - 1)) * WAYS
+
+
+@numba.njit  # type: ignore[untyped-decorator]
 def _find(keys: Any, key: int) -> Any:
-    first = ((key >> SHIFT) & (len(keys) // WAYS - 1)) * WAYS
+    first = _first_way(keys, key)
     for slot in range(first, first + WAYS):
         if keys[slot] == key:
             return slot
@@ -33,7 +38,7 @@ def _claim(table: Any, key: int) -> Any:
     """The slot of a context that is being recorded."""
     slot = _find(table.keys, key)
     if slot < 0:
-        slot = ((key >> SHIFT) & (len(table.keys) // WAYS - 1)) * WAYS
+        slot = _first_way(table.keys, key)
         for other in range(slot + 1, slot + WAYS):
             if table.used[other] < table.used[slot]:
                 slot = other
@@ -55,6 +60,22 @@ def gumbel(key: int) -> Any:
     bits = bits ^ (bits >> np.uint64(33))
     uniform = (np.float64(bits >> np.uint64(12)) + 0.5) * 2.0**-52  # neither 0 nor 1
     return -math.log(-math.log(uniform))
+
+
+def insert(table: Any, keys: Any, used: Any, counts: Any, successors: Any, weights: Any) -> int:
+    for entry in range(len(keys)):
+        slot = _first_way(table.keys, keys[entry])
+        end = slot + WAYS
+        while slot < end and table.used[slot] != 0 and table.keys[slot] != keys[entry]:
+            slot += 1
+        if slot == end or table.used[slot] != 0:
+            return entry
+        table.keys[slot] = keys[entry]
+        table.used[slot] = used[entry]
+        table.counts[slot] = counts[entry]
+        table.successors[slot] = successors[entry]
+        table.weights[slot] = weights[entry]
+    return -1
 
 
 def record_rows(
@@ -124,7 +145,7 @@ def record_rows(
                 for i in range(min(size, width)):
                     table.successors[slot, i] = ids[i]
                     table.weights[slot, i] = weights[i]
-                table.counts[slot] = count + 1
+                table.counts[slot] = min(count + 1, MOST_COUNT)
 
 
 def record_text(table: Any, tokens: Any, order: int, step: float, cap: float, vocab_size: int) -> None:

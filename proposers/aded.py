@@ -20,7 +20,7 @@ Deviations, all ours:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -29,8 +29,18 @@ import numpy.typing as npt
 from pydantic import Field
 
 from vllm_ext.kernels.best_first_tree import Float64, judge_tree
-from vllm_ext.kernels.ngram_table import EMPTY, Classes, Drawing, NgramTable, grow_tree, record_text
+from vllm_ext.kernels.ngram_table import (
+    EMPTY,
+    Classes,
+    Drawing,
+    Entries,
+    NgramTable,
+    contents,
+    grow_tree,
+    record_text,
+)
 from vllm_ext.proposers.base import MethodOptions, Proposer, Request, Sampling, VerifiedRows
+from vllm_ext.proposers.learned import Learned, check_names, restore_counts, restore_table
 from vllm_ext.proposers.tree import DraftTree, Float32, Int32
 
 PAIR = 2  # tokens of a context
@@ -156,6 +166,17 @@ class Aded(Proposer):
     def finish(self, request_id: str) -> None:
         """Forget a request; what it taught stays."""
         self._requests.pop(request_id, None)
+
+    def learned(self) -> dict[str, Learned]:
+        """See `Proposer.learned`: the table, without its free slots, and the calibration."""
+        counts = {"hits": self.hits.copy(), "trials": self.trials.copy()}
+        return {**contents(self.table)._asdict(), **counts}
+
+    def restore(self, arrays: Mapping[str, Learned]) -> None:
+        """See `Proposer.restore`."""
+        check_names(arrays, (*Entries._fields, "hits", "trials"))
+        restore_counts(arrays, self.hits, self.trials, PRIOR_TRIALS, FADE)
+        restore_table(arrays, self.table, self.vocab_size, CAP)
 
     def warm_up(self) -> None:
         """Compile what would else stall the first request."""

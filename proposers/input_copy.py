@@ -20,7 +20,7 @@ Deviations, all ours:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal, NamedTuple
 
@@ -32,6 +32,7 @@ from vllm_ext.kernels.best_first_tree import Float64, judge_tree
 from vllm_ext.kernels.copy_tree import copy_tree
 from vllm_ext.kernels.suffix_index import SuffixIndex, append, find
 from vllm_ext.proposers.base import MethodOptions, Proposer, Request, Sampling, VerifiedRows
+from vllm_ext.proposers.learned import Learned, check_names, restore_counts
 from vllm_ext.proposers.tree import DraftTree, Float32, Int32
 
 LONGEST_MATCH = 32  # most last tokens that are compared
@@ -218,6 +219,15 @@ class InputCopy(Proposer):
     def finish(self, request_id: str) -> None:
         """Forget a request."""
         self._requests.pop(request_id, None)
+
+    def learned(self) -> dict[str, Learned]:
+        """See `Proposer.learned`: the calibration."""
+        return {"hits": self.hits.copy(), "trials": self.trials.copy()}
+
+    def restore(self, arrays: Mapping[str, Learned]) -> None:
+        """See `Proposer.restore`."""
+        check_names(arrays, ("hits", "trials"))
+        restore_counts(arrays, self.hits, self.trials, PRIOR_TRIALS, FADE)
 
     def warm_up(self) -> None:
         """Compile what would else stall the first request."""

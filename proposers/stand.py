@@ -24,7 +24,7 @@ Deviations, all ours:
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -33,13 +33,24 @@ import numpy.typing as npt
 from pydantic import Field
 
 from vllm_ext.kernels.best_first_tree import Float64, judge_tree
-from vllm_ext.kernels.ngram_table import EMPTY, Classes, Drawing, NgramTable, grow_tree, record_rows
+from vllm_ext.kernels.ngram_table import (
+    EMPTY,
+    Classes,
+    Drawing,
+    Entries,
+    NgramTable,
+    contents,
+    grow_tree,
+    record_rows,
+)
 from vllm_ext.proposers.base import MethodOptions, Proposer, Request, Sampling, VerifiedRows
+from vllm_ext.proposers.learned import Learned, check_names, restore_counts, restore_table
 from vllm_ext.proposers.tree import DraftTree, Float32, Int32
 
 # Bounds between the classes of a child's share.
 SHARES: Float32 = np.array([0.005, 0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 0.97], np.float32)
 NUM_DEPTHS = 4  # the deeper ones count as the last
+MOST_WEIGHT = 1.01  # of a mean of shares, with room for rounding
 BRANCHES = 5  # most children of a node, as in the paper's first tree
 
 # An estimate is hits over trials, both fading: the last 200 trials or so count. The prior is worth 8 trials.
@@ -197,6 +208,17 @@ class Stand(Proposer):
     def finish(self, request_id: str) -> None:
         """Forget a request."""
         self._requests.pop(request_id, None)
+
+    def learned(self) -> dict[str, Learned]:
+        """See `Proposer.learned`: the table, without its free slots, and the calibration."""
+        counts = {"hits": self.hits.copy(), "trials": self.trials.copy()}
+        return {**contents(self.table)._asdict(), **counts}
+
+    def restore(self, arrays: Mapping[str, Learned]) -> None:
+        """See `Proposer.restore`."""
+        check_names(arrays, (*Entries._fields, "hits", "trials"))
+        restore_counts(arrays, self.hits, self.trials, PRIOR_TRIALS, FADE)
+        restore_table(arrays, self.table, self.vocab_size, MOST_WEIGHT)
 
     def warm_up(self) -> None:
         """Compile what would else stall the first request."""

@@ -44,7 +44,7 @@ from vllm_ext.kernels.best_first_tree import (
 )
 from vllm_ext.proposers import token_recycling_template
 from vllm_ext.proposers.base import MethodOptions, Proposer, Request, Sampling, VerifiedRows
-from vllm_ext.proposers.learned import Learned, check_array, check_names, restore_counts
+from vllm_ext.proposers.learned import Learned, check_array, check_distinct, check_names, restore_counts
 from vllm_ext.proposers.tree import DraftTree, Float32, Int32
 
 PAIR_SLOTS = 1 << 16
@@ -296,9 +296,7 @@ class TokenRecycling(Proposer):
         }
         for name, table in tables.items():
             check_array(name, arrays[name], table.shape, table.dtype, *ranges[name])
-        rows = np.sort(arrays["successors"], 1)
-        if ((rows[:, 1:] == rows[:, :-1]) & (rows[:, 1:] != EMPTY)).any():
-            raise ValueError("successors has a row with one token twice: siblings would not be distinct")
+        check_distinct("successors", arrays["successors"], EMPTY)
         firsts = arrays["first_successors"]
         check_array(
             "first_successors", firsts, self.first_successors.shape, np.int32, 0, np.iinfo(np.int32).max

@@ -18,11 +18,14 @@ from vllm_ext.kernels.best_first_tree_numba import mix
 from vllm_ext.kernels.best_first_tree_ref import Node
 from vllm_ext.kernels.ngram_table import (
     EMPTY,
+    MOST_COUNT,
     WAYS,
     Classes,
     Drawing,
     NgramTable,
+    contents,
     grow_tree,
+    insert,
     record_rows,
     record_text,
 )
@@ -126,6 +129,33 @@ def test_the_mean_equals_that_of_the_whole_batch() -> None:
         found = entry(table, context)
         assert [found[token] for token in range(8)] == pytest.approx(mean.tolist(), rel=1e-4)
     assert sum(found.values()) == pytest.approx(1.0, rel=1e-4)
+
+
+def test_counts_end_at_the_most_and_the_mean_goes_on() -> None:
+    table = NgramTable.empty(WAYS, 2)
+    for _ in range(3):
+        record(table, [5], [[1, 2]], [[0.0, 0.0]], 1)
+        table.counts[table.used > 0] = np.maximum(table.counts[table.used > 0], MOST_COUNT - 1)
+    assert table.counts.max() == MOST_COUNT
+    assert entry(table, [5]) == {1: 0.5, 2: 0.5}
+
+
+@given(
+    st.lists(st.lists(st.integers(0, 5), min_size=3, max_size=30), max_size=4), st.sampled_from([4, 16, 1024])
+)
+@settings(deadline=None)
+def test_a_table_with_the_contents_of_another_is_its_equal(texts: list[list[int]], slots: int) -> None:
+    table, other = NgramTable.empty(slots, 3), NgramTable.empty(slots, 3)
+    for text in texts:
+        record_text(table, np.array(text, np.int32), 2, STEP, CAP, VOCAB)
+    kept = contents(table)
+    assert len(kept.keys) == (table.used > 0).sum()
+    assert insert(other, kept) == -1
+    for text in [*texts, [1, 2, 3, 4]]:  # also when both go on
+        for name in NgramTable._fields:
+            assert np.array_equal(getattr(table, name), getattr(other, name)), name
+        for one in (table, other):
+            record_text(one, np.array(text, np.int32), 2, STEP, CAP, VOCAB)
 
 
 def test_only_accepted_rows_and_only_the_path_to_them_count() -> None:

@@ -11,18 +11,23 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from vllm_ext.kernels.ngram_table import MOST_COUNT, NgramTable
 from vllm_ext.kernels.suffix_array_ref import sort_key_ref
 from vllm_ext.kernels.suffix_index import SEPARATOR, SuffixIndex, append, contents, find, rebuild
+from vllm_ext.proposers.aded import CAP, Aded
 from vllm_ext.proposers.base import Proposer, Request, Sampling, VerifiedRows
 from vllm_ext.proposers.datastore import Datastore, Header, Segment, SegmentInfo
 from vllm_ext.proposers.hybrid import Hybrid
+from vllm_ext.proposers.input_copy import InputCopy
 from vllm_ext.proposers.learned import Learned
 from vllm_ext.proposers.registry import METHODS
 from vllm_ext.proposers.rest import Rest
+from vllm_ext.proposers.stand import Stand
 from vllm_ext.proposers.suffix_tree import SuffixDecoding
 from vllm_ext.proposers.token_recycling import SHARES, TokenRecycling
 
 GREEDY = Sampling(temperature=0.0, top_p=1.0, top_k=0, min_p=0.0, seed=None)
+SAMPLED = Sampling(temperature=0.7, top_p=1.0, top_k=0, min_p=0.0, seed=None)
 VOCAB = 12
 
 
@@ -47,11 +52,22 @@ def suffix() -> SuffixDecoding:
     return proposer
 
 
+def ngrams(proposer: Stand | Aded) -> Proposer:
+    """With room for 32 contexts: the tests overflow it."""
+    proposer.table = NgramTable.empty(32, proposer.table.successors.shape[1])
+    return proposer
+
+
 MAKE: dict[str, Callable[[], Proposer]] = {
     "rest": lambda: Rest(STORE),
     "token_recycling": lambda: TokenRecycling(VOCAB, 3),
     "suffix_tree": suffix,
-    "hybrid": lambda: Hybrid([TokenRecycling(VOCAB, 3), suffix(), Rest(STORE), TokenRecycling(VOCAB, 2, 1)]),
+    "stand": lambda: ngrams(Stand(VOCAB, 1, 3, 3)),
+    "aded": lambda: ngrams(Aded(VOCAB, 1)),
+    "input_copy": lambda: InputCopy(VOCAB),
+    "hybrid": lambda: Hybrid(
+        [TokenRecycling(VOCAB, 3), suffix(), ngrams(Stand(VOCAB, 1, 2, 4)), TokenRecycling(VOCAB, 2, 1)]
+    ),
 }
 
 
@@ -96,6 +112,9 @@ class Traffic:
                 proposer.start(self._request(name))
         requests = [self._request(name) for name in self.tokens]
         trees = [proposer.propose(requests) for proposer in proposers]
+        for tree in trees[0]:
+            tree.validate()
+            assert (tree.tokens < VOCAB).all()
         for others in trees[1:]:
             for mine, other in zip(trees[0], others, strict=True):
                 for field in ("tokens", "parents", "probabilities"):
@@ -111,7 +130,8 @@ class Traffic:
 
     def _request(self, name: str) -> Request:
         tokens, num_prompt_tokens = self.tokens[name]
-        return Request(name, np.array(tokens, np.int32), num_prompt_tokens, 6, 5, GREEDY)
+        sampling = SAMPLED if name[-1] in "13579" else GREEDY
+        return Request(name, np.array(tokens, np.int32), num_prompt_tokens, 6, 5, sampling)
 
 
 def trained(method: str, seed: int, steps: int) -> Proposer:
@@ -184,7 +204,7 @@ def test_what_has_another_shape_or_type_is_refused(method: str, name: str) -> No
     wrong_type = np.int16 if array.dtype != np.int16 else np.int32
     refused(method, {**arrays, name: array.astype(wrong_type)}, rf"{short} is int16.*expected {array.dtype}")
     refused(method, {**arrays, name: array[None]}, rf"{short} is {array.dtype}\[1, ")
-    if short != "tokens":  # may have any length; the other of the pair then has not
+    if short not in ("tokens", "keys"):  # may have any length; the others then have not
         longer = np.concatenate([array, array, array[:1] * 0 if len(array) else np.ones(1, array.dtype)])
         refused(method, {**arrays, name: longer}, rf"{short} is .*expected")
 
@@ -201,6 +221,9 @@ def test_values_out_of_range_are_refused(method: str, name: str) -> None:
         "bases": [2 * len(SHARES) + 4, 255],
         "first_successors": [-1],
         "tokens": [-2, VOCAB],
+        "used": [0, -1, (1 << 62) + 1],
+        "counts": [-1, MOST_COUNT + 1],
+        "weights": [-0.1, np.nan, np.inf, CAP + 0.1],
     }
     for value in bad.get(short, []):
         array = arrays[name].copy()
@@ -214,16 +237,20 @@ def test_values_out_of_range_are_refused(method: str, name: str) -> None:
 @settings(max_examples=30, deadline=None)
 def test_whatever_is_let_in_is_safe(method: str, data: st.DataObject) -> None:
     """Random bits in one array: refused, or drafts of existing tokens only."""
-    arrays = MAKE[method]().learned()
+    arrays = trained(method, 2, data.draw(st.sampled_from([0, 20]))).learned()
     name = data.draw(st.sampled_from(sorted(arrays)))
     array = np.array(arrays[name])
     random = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1)))
     if array.dtype == np.bool_:
         array[...] = random.integers(0, 2, array.shape)
-    elif data.draw(st.booleans()):
+    elif (kind := data.draw(st.sampled_from(["bits", "small", "one"]))) == "bits":
         array.view(np.uint8)[...] = random.integers(0, 256, array.view(np.uint8).shape)
-    else:
+    elif kind == "small":
         array[...] = random.integers(-1, VOCAB, array.shape).astype(array.dtype)
+    elif array.size:
+        array.reshape(-1)[random.integers(array.size)] = np.array(random.integers(-1, VOCAB)).astype(
+            array.dtype
+        )
     proposer = MAKE[method]()
     try:
         proposer.restore({**arrays, name: array})
@@ -237,6 +264,9 @@ def test_whatever_is_let_in_is_safe(method: str, data: st.DataObject) -> None:
     for tree in proposer.propose(requests):
         tree.validate()
         assert (tree.tokens < VOCAB).all()
+    traffic = Traffic(data.draw(st.integers(0, 99)), first=1000)
+    for _ in range(10):
+        traffic.step(proposer)
 
 
 @given(
@@ -276,6 +306,51 @@ def test_a_row_with_one_token_twice_is_refused() -> None:
     refused("token_recycling", arrays, "successors has a row with one token twice")
     arrays["successors"][0] = 3, -1, -1
     MAKE["token_recycling"]().restore(arrays)
+
+
+def entries(*rows: tuple[int, list[int], list[float]]) -> dict[str, Learned]:
+    """What a `Stand` of width 3 may have learnt: keys, successors and weights."""
+    keys, successors, weights = zip(*rows, strict=True)
+    return {
+        **MAKE["stand"]().learned(),
+        "keys": np.array(keys, np.int64),
+        "used": np.arange(1, len(rows) + 1),
+        "counts": np.ones(len(rows), np.int32),
+        "successors": np.array(successors, np.int32),
+        "weights": np.array(weights, np.float32),
+    }
+
+
+@pytest.mark.parametrize(
+    ("successors", "weights", "says"),
+    [
+        ([3, 4, 3], [0.5, 0.3, 0.2], "successors has a row with one token twice"),
+        ([3, -1, 4], [0.5, 0.0, 0.0], "successors has a row with a token behind its end"),
+        ([3, -1, -1], [0.5, 0.3, 0.0], "weights has one of no successor"),
+        ([-1, -1, -1], [0.5, 0.0, 0.0], "weights has one of no successor"),
+        ([3, 4, 5], [0.3, 0.5, 0.2], "weights has a row that is not descending"),
+        ([3, 4, 5], [0.5, 0.0, 0.2], "weights has a row that is not descending"),
+        ([3, 4, 5], [1.02, 0.0, 0.0], "weights has values from"),
+    ],
+)
+def test_a_row_that_no_table_can_have_is_refused(
+    successors: list[int], weights: list[float], says: str
+) -> None:
+    refused("stand", entries((1, [1, 2, 3], [0.5, 0.4, 0.1]), (2, successors, weights)), says)
+
+
+def test_rows_that_a_table_can_have() -> None:
+    """Nothing known, also after all; and shares so small that they are none."""
+    rows = ([-1, -1, -1], [0.0] * 3), ([3, -1, -1], [1.0, 0.0, 0.0]), ([3, 4, 5], [1.0, 0.0, 0.0])
+    MAKE["stand"]().restore(entries(*((key, *row) for key, row in enumerate(rows))))
+    MAKE["stand"]().restore(MAKE["stand"]().learned())
+
+
+def test_contexts_without_a_place_are_refused() -> None:
+    row = [3, 4, 5], [0.5, 0.3, 0.2]
+    MAKE["stand"]().restore(entries(*((key, *row) for key in range(4))))  # all of the same slots
+    refused("stand", entries(*((key, *row) for key in (0, 1, 2, 3, 7))), r"keys\[4\]=7 has no place")
+    refused("stand", entries(*((key, *row) for key in (9, 8, 9))), r"keys\[2\]=9 has no place")
 
 
 def test_another_size_of_the_shared_index_keeps_the_end() -> None:

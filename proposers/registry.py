@@ -10,12 +10,12 @@ from vllm_ext.proposers.base import Proposer
 
 # Paths, not classes: a server that uses one method imports one.
 METHODS: dict[str, str] = {
-    "rest": "vllm_ext.proposers.rest:Rest",
     "token_recycling": "vllm_ext.proposers.token_recycling:TokenRecycling",
     "suffix_tree": "vllm_ext.proposers.suffix_tree:SuffixDecoding",
     "stand": "vllm_ext.proposers.stand:Stand",
     "aded": "vllm_ext.proposers.aded:Aded",
     "input_copy": "vllm_ext.proposers.input_copy:InputCopy",
+    "rest": "vllm_ext.proposers.rest:Rest",
     "hybrid": "vllm_ext.proposers.hybrid:Hybrid",
 }
 

@@ -326,6 +326,29 @@ def test_records_that_do_not_fit_are_named_and_leave_the_old_store(
     assert sorted((tmp_path / "store").iterdir()) == files
 
 
+def test_records_that_do_not_fit_are_left_out_of_a_folder_and_named(tmp_path: Path, model: str) -> None:
+    """A folder of source code holds all sorts of things."""
+    folder = tmp_path / "code"
+    folder.mkdir()
+    (folder / "a.py").write_text("w1 w2")
+    (folder / "b.jsonl").write_text('{"text": "w3"}\n{"body": "w4"}\n{"text": "w5"}')
+    (folder / "c.parquet").write_text("w6")
+    (folder / "d.py").write_text("w7")
+    _, sources = build(tmp_path / "store", model, folder)
+    assert documents(tmp_path / "store") == [[1, 2], [3], [7]]
+    record, table = sources.skipped
+    assert "b.jsonl:2: there is no field 'text'" in record
+    assert record.endswith("(the rest of the file is left out)")
+    assert "c.parquet: no Parquet file" in table
+    assert table.endswith("(the file is left out)")
+    (folder / "a.py").unlink()
+    (folder / "d.py").unlink()
+    with pytest.raises(
+        InputError, match=r"no text in it; nothing was built; left out: .*b.jsonl:1: there is no"
+    ):
+        build(tmp_path / "other", model, folder, field="turns")
+
+
 def test_parquet(tmp_path: Path, model: str) -> None:
     pyarrow = pytest.importorskip("pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet")

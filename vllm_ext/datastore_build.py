@@ -86,7 +86,8 @@ def build(
             segments.append(_sort_part(folder, header, raw, start, end, sort))
         if not segments:
             named = ", ".join(map(str, inputs))
-            raise InputError(f"INPUT={named}: there is no text in it; nothing was built")
+            left_out = f"; left out: {sources.skipped[0]}" if sources.skipped else ""
+            raise InputError(f"INPUT={named}: there is no text in it; nothing was built{left_out}")
         header = header.model_copy(update={"segments": [*header.segments, *segments]})
         files.commit(folder, header)
     return header, sources

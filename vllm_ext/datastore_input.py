@@ -20,6 +20,10 @@ class InputError(ValueError):
     """An input that cannot be read as it was asked for; the message names file, value and way out."""
 
 
+class RecordError(InputError):
+    """A file of records does not hold what was asked for. One that a folder happens to hold is left out."""
+
+
 @dataclass(frozen=True, slots=True)
 class Piece:
     """A part of a document."""
@@ -74,8 +78,8 @@ def find_files(inputs: Sequence[Path]) -> Sources:
 def read_pieces(sources: Sources, inputs: Sequence[Path], field: str) -> Iterator[Piece]:
     """All documents of all files.
 
-    A file that cannot be read, or one of ``inputs`` that is no text, is left out and named in ``sources.skipped``; one
-    in a folder that is no text is counted in ``sources.num_binary``.
+    A file that cannot be read, one of ``inputs`` that is no text, or one in a folder whose records have no such field
+    is left out and named in ``sources.skipped``; one in a folder that is no text is counted in ``sources.num_binary``.
 
     Args:
         sources: from `find_files`; written to.
@@ -83,7 +87,7 @@ def read_pieces(sources: Sources, inputs: Sequence[Path], field: str) -> Iterato
         field: of .jsonl records, and column of .parquet files: a string, or a list of strings, each a document.
 
     Raises:
-        InputError: a record has no such field, or pyarrow is missing.
+        InputError: a record of one of ``inputs`` has no such field, or pyarrow is missing.
     """
     readers: dict[str, Callable[[Path, str], Iterator[Piece]]] = {".jsonl": _json_lines, ".parquet": _parquet}
     for path in sources.files:
@@ -100,6 +104,11 @@ def read_pieces(sources: Sources, inputs: Sequence[Path], field: str) -> Iterato
                 )
             else:
                 sources.num_binary += 1
+            yield Piece("", True, 0)
+        except RecordError as error:
+            if path in inputs:
+                raise
+            sources.skipped.append(f"{error} ({'the rest of the' if started else 'the'} file is left out)")
             yield Piece("", True, 0)
         except OSError as error:
             sources.skipped.append(f"{path}: {error.strerror or error}")
@@ -123,10 +132,10 @@ def _json_lines(path: Path, field: str) -> Iterator[Piece]:
             try:
                 record = json.loads(line)
             except ValueError as error:
-                raise InputError(f"{where}: no JSON ({error}); correct or remove the line") from None
+                raise RecordError(f"{where}: no JSON ({error}); correct or remove the line") from None
             if not isinstance(record, dict) or field not in record:
                 fields = ", ".join(record) if isinstance(record, dict) else "none, it is no object"
-                raise InputError(f"{where}: there is no field {field!r}; its fields: {fields}. Use --field")
+                raise RecordError(f"{where}: there is no field {field!r}; its fields: {fields}. Use --field")
             yield from _documents(record[field], where, field, len(line))
 
 
@@ -138,11 +147,11 @@ def _parquet(path: Path, field: str) -> Iterator[Piece]:
     try:
         file = parquet.ParquetFile(path)
     except ValueError as error:  # pyarrow's own are subclasses
-        raise InputError(f"{path}: no Parquet file ({error}); correct or remove it") from None
+        raise RecordError(f"{path}: no Parquet file ({error}); correct or remove it") from None
     with file:
         columns = file.schema_arrow.names
         if field not in columns:
-            raise InputError(
+            raise RecordError(
                 f"{path}: there is no column {field!r}; its columns: {', '.join(columns)}. Use --field"
             )
         num_bytes = path.stat().st_size // max(file.metadata.num_rows, 1)
@@ -157,7 +166,7 @@ def _documents(value: Any, where: str, field: str, num_bytes: int) -> Iterator[P
     texts = [] if value is None else value if isinstance(value, list) else [value]
     for text in texts:
         if not isinstance(text, str):
-            raise InputError(
+            raise RecordError(
                 f"{where}: field {field!r} holds {text!r:.80}; a string or a list of strings is needed. Use --field"
             )
         # JSON can hold half a surrogate pair, which is no text.

@@ -84,9 +84,12 @@ def test_counters_on_the_metrics_page(server: demo.Server) -> None:
 
 def test_method_and_options_are_logged_once(server: demo.Server) -> None:
     log = server.log.read_text()
-    line = "speculative method token_recycling (num_speculative_tokens=4, budget='goodput', matrix_width=8, "
+    line = (
+        "speculative method token_recycling (num_speculative_tokens=4, budget='goodput', state_dir=None, "
+        "state_interval_minutes=10.0, matrix_width=8, "
+    )
     assert log.count(line) == 1
-    assert "holds 8.2" in log  # MB
+    assert "holds 8.46 MB" in log
     assert "milliseconds of a forward pass by query tokens: 1: " in log
 
 

@@ -3,10 +3,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -57,9 +53,7 @@ def test_a_second_start_is_warm_and_lossless(model_dir: str, plain_llm: Any, tmp
     assert [path.name for path in (tmp_path / "state").iterdir()] == [file.name]
 
 
-def test_a_server_starts_over_a_damaged_file_and_saves_when_it_is_terminated(
-    slice_dir: str, tmp_path: Path
-) -> None:
+def test_a_server_saves_when_it_is_terminated(slice_dir: str, tmp_path: Path) -> None:
     """With vLLM's own shutdown timeout of 0, with which it kills its engines at once."""
     method = {**METHOD, "state_dir": str(tmp_path)}
     prompt = "Name three colours."
@@ -71,7 +65,7 @@ def test_a_server_starts_over_a_damaged_file_and_saves_when_it_is_terminated(
                 pass
             *_, answer = server.stream(prompt, 40)
             assert isinstance(answer, demo.Answer)
-            names = ("spec_steps", "state_loads", "state_set_aside")
+            names = ("spec_steps", "state_loads")
             counted = {name: server.metric(f"vllm_ext:{name}_total") for name in names}
         return server, counted, answer.text
 
@@ -85,55 +79,3 @@ def test_a_server_starts_over_a_damaged_file_and_saves_when_it_is_terminated(
         assert warm["state_loads"] == 1
         assert warm["spec_steps"] < cold["spec_steps"]
         assert f"loaded what was learnt from {file}" in server.log.read_text()
-        content = bytearray(file.read_bytes())
-        content[-1] ^= 1
-        file.write_bytes(content)
-        server, bad, again = serve()
-        assert again == text
-        assert (bad["state_loads"], bad["state_set_aside"]) == (0, 1)
-        assert f"{file} cannot be used: it is damaged: its checksum does not fit" in server.log.read_text()
-    aside, saved = sorted(tmp_path.iterdir(), key=lambda path: path == file)
-    assert aside.name.startswith(f"{file.name}.set-aside-")
-    assert aside.read_bytes() == content
-    assert saved == file
-
-
-TENSOR_PARALLEL = """
-import json, sys
-from vllm import LLM, SamplingParams
-if __name__ == "__main__":
-    model, method, prompts = sys.argv[1], json.loads(sys.argv[2]), json.loads(sys.argv[3])
-    llm = LLM(model, speculative_config=method, dtype="float32", max_model_len=512, max_num_seqs=4,
-              enforce_eager=True, tensor_parallel_size=2)
-    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
-    tokens = [o.outputs[0].token_ids for o in llm.generate(prompts, params, use_tqdm=False)]
-    print("RESULT" + json.dumps([tokens, llm.collective_rpc("vllm_ext_counters")]))
-"""
-
-
-def test_two_ranks_take_over_the_same(slice_dir: str, tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(TENSOR_PARALLEL)
-    results = []
-    for _ in range(2):
-        method = {**METHOD, "state_dir": str(tmp_path / "state")}
-        done = subprocess.run(
-            [sys.executable, str(script), slice_dir, json.dumps(method), json.dumps(own_prompts()[:4])],
-            env={**os.environ, "VLLM_CPU_OMP_THREADS_BIND": "0|1"},
-            capture_output=True,
-            text=True,
-            timeout=400,
-            check=False,
-        )
-        assert done.returncode == 0, done.stderr[-3000:]
-        (line,) = [line for line in done.stdout.splitlines() if line.startswith("RESULT")]
-        tokens, (counters, others) = json.loads(line.removeprefix("RESULT"))
-        assert others == {}
-        assert counters["fallbacks:proposer_error"] == 0
-        results.append((tokens, counters))
-        assert len(list((tmp_path / "state").iterdir())) == 1
-    (cold_tokens, cold), (warm_tokens, warm) = results
-    assert_same_outputs(cold_tokens, warm_tokens)
-    assert (cold["state_loads"], warm["state_loads"]) == (0, 1)
-    # Had the ranks' trees differed, rank 0's drafts would be no trees of rank 1's.
-    assert warm["spec_steps"] < cold["spec_steps"] * 0.6

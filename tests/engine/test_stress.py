@@ -67,10 +67,10 @@ def test_penalties_survive_preemption(plain_llm: Any, small_llm: Any) -> None:
 
     No seeds here: vLLM on the CPU stops at a seeded request whose prompt comes in chunks, with or without us.
     """
-    inputs = prompts(plain_llm, 12)
+    inputs = prompts(plain_llm, 16)
     params = [
-        SamplingParams(temperature=0, max_tokens=70 + i, ignore_eos=True, repetition_penalty=1.1, logprobs=1)
-        for i in range(12)
+        SamplingParams(temperature=0, max_tokens=80 + i, ignore_eos=True, repetition_penalty=1.1, logprobs=1)
+        for i in range(16)
     ]
     small_llm.reset_prefix_cache()
     before = preemptions(small_llm)

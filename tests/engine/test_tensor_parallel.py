@@ -52,12 +52,24 @@ def run(model_dir: str, method: dict[str, object] | None, log: Path) -> tuple[li
     return outputs, counters
 
 
-def test_two_workers_are_lossless(slice_dir: str, tmp_path: Path) -> None:
-    method: dict[str, object] = {"method": "token_recycling", "num_speculative_tokens": 8}
+def test_two_workers_are_lossless_cold_and_warm(slice_dir: str, tmp_path: Path) -> None:
+    """Both take over what one has saved: had their trees differed, rank 0's drafts would be none of rank 1's."""
+    method: dict[str, object] = {
+        "method": "hybrid",
+        "num_speculative_tokens": 8,
+        "state_dir": str(tmp_path / "state"),
+    }
     expected, _ = run(slice_dir, None, tmp_path / "plain")
-    actual, counters = run(slice_dir, method, tmp_path / "trees")
-    assert_same_outputs(expected, actual)
-    # Rank 0 counts for all.
-    assert counters[1] == {}
-    assert counters[0]["spec_accepted_tokens"] > 50
-    assert counters[0]["fallbacks:proposer_error"] == 0
+    totals = []
+    for name in ("cold", "warm"):
+        actual, counters = run(slice_dir, method, tmp_path / name)
+        assert_same_outputs(expected, actual)
+        # Rank 0 counts for all.
+        assert counters[1] == {}
+        assert counters[0]["spec_accepted_tokens"] > 50
+        assert counters[0]["fallbacks:proposer_error"] == 0
+        assert len(list((tmp_path / "state").iterdir())) == 1
+        totals.append(counters[0])
+    cold, warm = totals
+    assert (cold["state_loads"], warm["state_loads"]) == (0, 1)
+    assert warm["spec_steps"] < cold["spec_steps"]

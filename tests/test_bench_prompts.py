@@ -52,6 +52,23 @@ def test_prompts_refused_with_file_and_line(tmp_path: Path, line: str) -> None:
         load_prompts([file])
 
 
+def test_so_many_of_each_category(tmp_path: Path) -> None:
+    file = tmp_path / "mine.jsonl"
+    lines = [{"prompt": f"{'ab'[i % 3 > 0]}{i}", "category": "ab"[i % 3 > 0]} for i in range(12)]
+    file.write_text("\n".join(map(json.dumps, lines)))
+
+    def texts(given: str) -> list[str]:
+        return [prompt.messages[0]["content"] for prompt in load_prompts([tmp_path / given])]
+
+    assert texts("mine.jsonl:2") == ["a0", "b1", "a6", "b7"]  # evenly spaced, in the file's order
+    assert len(texts("mine.jsonl:5")) == 4 + 5
+    assert texts("mine.jsonl:99") == texts("mine.jsonl")
+    with pytest.raises(ValueError, match="at least 1"):
+        texts("mine.jsonl:0")
+    (tmp_path / "own:1").write_text(json.dumps(lines[0]))
+    assert texts("own:1") == ["a0"]
+
+
 def test_no_prompts(tmp_path: Path) -> None:
     (tmp_path / "empty.jsonl").write_text("\n")
     with pytest.raises(ValueError, match="no prompt"):

@@ -31,7 +31,8 @@ def bench_command(
         list[Path],
         typer.Option(
             help="JSON-lines file with messages, turns (the first is asked), question or prompt, "
-            "and optionally category; can be given several times.",
+            "and optionally category; FILE:N has at most N of each category, evenly spaced over it; "
+            "can be given several times.",
         ),
     ],
     methods: Annotated[

@@ -25,25 +25,41 @@ class Prompt:
 
 
 def load_prompts(paths: Iterable[Path]) -> list[Prompt]:
-    """All prompts of the JSON-lines files, in order.
+    """The prompts of the JSON-lines files, in order; of ``FILE:N`` at most ``N`` of each of its categories.
 
     Raises:
         ValueError: an unreadable file or a line without a prompt, as file:line.
     """
     prompts = []
-    for path in paths:
+    for given in paths:
+        path, per_category = _split_number(given)
         try:
             lines = path.read_text().splitlines()
         except (OSError, UnicodeDecodeError) as error:
             raise ValueError(f"--prompts={path} cannot be read ({error}); correct the path.") from None
-        prompts += [
+        of_file = [
             _prompt(line, f"{path}:{number}", path.stem)
             for number, line in enumerate(lines, 1)
             if line.strip()
         ]
+        members: dict[str, list[int]] = {}
+        for place, prompt in enumerate(of_file):
+            members.setdefault(prompt.category, []).append(place)
+        kept = sorted(place for places in members.values() for place in evenly_spaced(places, per_category))
+        prompts += [of_file[place] for place in kept]
     if not prompts:
         raise ValueError("--prompts: the files hold no prompt; give at least one JSON line.")
     return prompts
+
+
+def _split_number(given: Path) -> tuple[Path, int | None]:
+    """``FILE:N`` taken apart, unless a file has that very name."""
+    name, colon, number = str(given).rpartition(":")
+    if not colon or not number.isdigit() or given.exists():
+        return given, None
+    if int(number) == 0:
+        raise ValueError(f"--prompts={given}: 0 prompts of each category; give at least 1.")
+    return Path(name), int(number)
 
 
 def _prompt(line: str, source: str, default_category: str) -> Prompt:

@@ -66,6 +66,14 @@ def bench_command(
     max_model_len: Annotated[
         int, typer.Option(min=16, help="Tokens of prompt and answer; longer prompts are skipped.")
     ] = 2048,
+    kv_cache_memory_bytes: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="KV memory of each engine, vLLM's option of that name. On a CPU, where engines share the memory, "
+            "give this or set VLLM_CPU_KVCACHE_SPACE (GiB), which goes before it.",
+        ),
+    ] = None,
     compile_model: Annotated[
         bool | None,
         typer.Option(
@@ -100,6 +108,7 @@ def bench_command(
             dtype=dtype,
             workload=workload,
             max_model_len=max_model_len,
+            kv_cache_memory_bytes=kv_cache_memory_bytes,
             compile=compile_model,
             verbose=verbose,
         )

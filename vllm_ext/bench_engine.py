@@ -50,8 +50,10 @@ class Engine:
         self._top_logprobs: dict[tuple[int, ...], dict[int, float]] = {}
         on_cpu = current_platform.is_cpu()
         compiled = not on_cpu if settings.compile is None else settings.compile
-        # All engines of a batch size share the device. On a CPU, VLLM_CPU_KVCACHE_SPACE says it.
-        memory = {} if on_cpu else {"gpu_memory_utilization": 0.9 / len(settings.methods)}
+        # All engines of a batch size share the device.
+        memory: dict[str, Any] = {"kv_cache_memory_bytes": settings.kv_cache_memory_bytes}
+        if not on_cpu:
+            memory["gpu_memory_utilization"] = 0.9 / len(settings.methods)
         try:
             self._engine = LLMEngine.from_engine_args(
                 EngineArgs(

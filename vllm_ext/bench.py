@@ -165,8 +165,3 @@ def _set_environment(verbose: bool) -> None:
         os.environ.setdefault("PYTHONWARNINGS", "ignore")  # of the engines' processes
     # This process has threads from the first engine on; a fork could inherit a held lock.
     os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
-    from vllm.platforms import current_platform
-
-    if current_platform.is_cpu():
-        # GiB per engine; vLLM's default is most of the memory, which only one engine can have.
-        os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")

@@ -70,8 +70,8 @@ def bench_command(
         int | None,
         typer.Option(
             min=1,
-            help="KV memory of each engine, vLLM's option of that name. On a CPU, where engines share the memory, "
-            "give this or set VLLM_CPU_KVCACHE_SPACE (GiB), which goes before it.",
+            help="KV memory of each engine. Default: 1 GiB on a CPU, where VLLM_CPU_KVCACHE_SPACE (GiB), "
+            "if set, goes before; an equal share of a GPU.",
         ),
     ] = None,
     compile_model: Annotated[

@@ -18,6 +18,7 @@ TOP_LOGPROBS = 20  # vLLM's default max_logprobs
 # vLLM's workers spin for one second after their last message before they sleep.
 SETTLE_WINDOW_S, SETTLE_LIMIT_S = 0.2, 10.0
 IDLE_CORES = 0.1
+CPU_KV_CACHE_BYTES = 1 << 30
 
 
 class EngineError(RuntimeError):
@@ -50,9 +51,11 @@ class Engine:
         self._top_logprobs: dict[tuple[int, ...], dict[int, float]] = {}
         on_cpu = current_platform.is_cpu()
         compiled = not on_cpu if settings.compile is None else settings.compile
-        # All engines of a batch size share the device.
+        # All engines of a batch size share the device; vLLM's default is most of the memory.
         memory: dict[str, Any] = {"kv_cache_memory_bytes": settings.kv_cache_memory_bytes}
-        if not on_cpu:
+        if on_cpu:
+            memory["kv_cache_memory_bytes"] = settings.kv_cache_memory_bytes or CPU_KV_CACHE_BYTES
+        else:
             memory["gpu_memory_utilization"] = 0.9 / len(settings.methods)
         try:
             self._engine = LLMEngine.from_engine_args(

@@ -155,6 +155,6 @@ class Settings:
     dtype: str = "auto"
     workload: str = "fresh"
     max_model_len: int = 2048
-    kv_cache_memory_bytes: int | None = None  # of each engine; None: vLLM's default, shared out on a GPU
+    kv_cache_memory_bytes: int | None = None  # of each engine; None: 1 GiB on a CPU, an equal share of a GPU
     compile: bool | None = None  # None: not on a CPU, where it takes minutes to start
     verbose: bool = False

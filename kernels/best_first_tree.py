@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from vllm_ext.kernels.grown_tree import GrownTree
+
 Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
 Float32 = npt.NDArray[np.float32]
@@ -54,6 +56,11 @@ class GrownTrees(NamedTuple):
     parents: Int32  # [num_requests, most] -1 is the root
     probabilities: Float32  # [num_requests, most] path probabilities, descending
     groups: UInt8  # [num_requests, most] which estimate the node's own probability came from
+
+    def tree(self, request: int) -> GrownTree:
+        """One request's; views."""
+        tokens, parents, probabilities, groups = (part[request] for part in self[1:])
+        return GrownTree(tokens, parents, probabilities, groups).first(int(self.counts[request]))
 
 
 def record_rows(

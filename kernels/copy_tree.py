@@ -11,12 +11,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from vllm_ext.kernels.suffix_index import GrownTree
+from vllm_ext.kernels.grown_tree import GrownTree
 
 Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
 Float32 = npt.NDArray[np.float32]
-UInt8 = npt.NDArray[np.uint8]
 
 
 def copy_tree(
@@ -45,17 +44,9 @@ def copy_tree(
         max_depth: deepest nodes; the root's children have depth 1.
         chain: go on from the newest node alone.
     """
-    budget = max(budget, 0)
-    tree = GrownTree(
-        np.empty(budget, np.int32),
-        np.empty(budget, np.int32),
-        np.empty(budget, np.float32),
-        np.empty(budget, np.uint8),
-    )
+    tree = GrownTree.of_size(budget)
     count = _compiled()(text, copies, chances, lengths, vocab_size, max_depth, chain, tree)
-    return GrownTree(
-        tree.tokens[:count], tree.parents[:count], tree.probabilities[:count], tree.groups[:count]
-    )
+    return tree.first(count)
 
 
 @functools.cache

@@ -8,9 +8,8 @@ vLLM's worker cannot start in a process that holds it already.
 import functools
 from typing import Any
 
-import numpy as np
-
-from vllm_ext.kernels.best_first_tree import Float32, Int32, UInt8
+from vllm_ext.kernels.best_first_tree import Float32, Int32
+from vllm_ext.kernels.grown_tree import GrownTree
 
 
 def fuse_trees(
@@ -21,7 +20,7 @@ def fuse_trees(
     estimates: Float32,
     bounds: Float32,
     budget: int,
-) -> tuple[Int32, Int32, Float32, UInt8]:
+) -> GrownTree:
     """Merge one request's trees as a trie and keep the ``budget`` most probable nodes.
 
     Nodes with the same tokens from the root are one. Its group is ``(mask - 1) * num_bins + bin``: bit d of the
@@ -39,17 +38,11 @@ def fuse_trees(
         budget: most nodes.
 
     Returns:
-        tokens, parents, path probabilities (descending) and groups (uint8) of the nodes kept.
+        the nodes kept, path probabilities descending.
     """
-    most = min(len(tokens), max(budget, 0))
-    fused = (
-        np.empty(most, np.int32),
-        np.empty(most, np.int32),
-        np.empty(most, np.float32),
-        np.empty(most, np.uint8),
-    )
+    fused = GrownTree.of_size(min(len(tokens), budget))
     count = _compiled()(tokens, parents, probabilities, tree_start, estimates, bounds, *fused)
-    return fused[0][:count], fused[1][:count], fused[2][:count], fused[3][:count]
+    return fused.first(count)
 
 
 @functools.cache

@@ -12,19 +12,17 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from vllm_ext.kernels.suffix_index import GrownTree
+from vllm_ext.kernels.grown_tree import GrownTree
 
 Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
 Float32 = npt.NDArray[np.float32]
-UInt8 = npt.NDArray[np.uint8]
 Bool = npt.NDArray[np.bool_]
 
 EMPTY = -1
 WAYS = 4  # slots that a context may be in
-MOST_COUNT = (
-    1 << 30
-)  # a context's mean is that of no more distributions: later ones then weigh as the last of them
+# A context's mean is that of no more distributions: later ones then weigh as the last of them.
+MOST_COUNT = 1 << 30
 
 
 class NgramTable(NamedTuple):
@@ -196,17 +194,9 @@ def grow_tree(
         max_depth: deepest nodes; the root's children have depth 1.
         chain: consider the newest node's children alone.
     """
-    budget = max(budget, 0)
-    tree = GrownTree(
-        np.empty(budget, np.int32),
-        np.empty(budget, np.int32),
-        np.empty(budget, np.float32),
-        np.empty(budget, np.uint8),
-    )
+    tree = GrownTree.of_size(budget)
     count = _compiled("grow_tree")(table, context, shortest, classes, drawing, max_depth, chain, tree)
-    return GrownTree(
-        tree.tokens[:count], tree.parents[:count], tree.probabilities[:count], tree.groups[:count]
-    )
+    return tree.first(count)
 
 
 @functools.cache

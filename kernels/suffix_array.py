@@ -11,29 +11,21 @@ first call: vLLM's worker cannot start in a process that holds it already.
 """
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from vllm_ext.kernels.grown_tree import GrownTree
+
 Int32 = npt.NDArray[np.int32]
 Float32 = npt.NDArray[np.float32]
-UInt8 = npt.NDArray[np.uint8]
 Tokens = npt.NDArray[np.uint16] | npt.NDArray[np.int32]
 
 # Contexts longer than this are not looked up, and merging need not look further.
 SORTED_TOKENS = 64
 
 EMPTY = -1
-
-
-class GrownTree(NamedTuple):
-    """One tree, its nodes in the order they were taken."""
-
-    tokens: Int32  # [num_nodes]
-    parents: Int32  # [num_nodes] -1 is the root
-    probabilities: Float32  # [num_nodes] path probabilities, descending
-    groups: UInt8  # [num_nodes] which estimate the node's own probability came from
 
 
 def find(tokens: Tokens, suffixes: Int32, separator: int, context: Int32) -> tuple[int, int, int]:
@@ -120,17 +112,9 @@ def grow_tree(
         max_depth: deepest nodes; the root's children have depth 1.
         chain: consider the newest node's children alone.
     """
-    most = max(budget, 0)
-    tree = GrownTree(
-        np.empty(most, np.int32),
-        np.empty(most, np.int32),
-        np.empty(most, np.float32),
-        np.empty(most, np.uint8),
-    )
+    tree = GrownTree.of_size(budget)
     count = _compiled("grow_tree")(rows, level, estimates, shares, evidence, max_depth, chain, tree)
-    return GrownTree(
-        tree.tokens[:count], tree.parents[:count], tree.probabilities[:count], tree.groups[:count]
-    )
+    return tree.first(count)
 
 
 def merge_sorted(tokens: Tokens, separator: int, left: Int32, right: Int32, out: Int32) -> tuple[int, int]:

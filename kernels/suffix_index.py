@@ -14,11 +14,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from vllm_ext.kernels.grown_tree import GrownTree
+
 Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
 Float32 = npt.NDArray[np.float32]
 Float64 = npt.NDArray[np.float64]
-UInt8 = npt.NDArray[np.uint8]
 Bool = npt.NDArray[np.bool_]
 
 SEPARATOR = -1  # stands between texts; equals nothing and follows nothing
@@ -68,15 +69,6 @@ class Estimates(NamedTuple):
     chances: Float32
     lengths: Int64  # [num_lengths - 1], ascending: a length's class is the number of these below it
     shares: Float64  # [num_shares - 1], ascending, likewise
-
-
-class GrownTree(NamedTuple):
-    """One tree's nodes."""
-
-    tokens: Int32  # [num_nodes]
-    parents: Int32  # [num_nodes] -1 is the root
-    probabilities: Float32  # [num_nodes] path probabilities, descending
-    groups: UInt8  # [num_nodes] which of the flattened chances the node's own probability is
 
 
 def append(index: SuffixIndex, tokens: Int32, first: int, vocab_size: int) -> None:
@@ -173,19 +165,11 @@ def grow_tree(
         max_depth: deepest nodes; the root's children have depth 1.
         chain: consider the newest node's children alone.
     """
-    budget = max(budget, 0)
-    tree = GrownTree(
-        np.empty(budget, np.int32),
-        np.empty(budget, np.int32),
-        np.empty(budget, np.float32),
-        np.empty(budget, np.uint8),
-    )
+    tree = GrownTree.of_size(budget)
     count = _compiled("grow_tree")(
         own, shared, estimates, min_match, max_match, OCCURRENCES, max_depth, chain, tree
     )
-    return GrownTree(
-        tree.tokens[:count], tree.parents[:count], tree.probabilities[:count], tree.groups[:count]
-    )
+    return tree.first(count)
 
 
 @functools.cache

@@ -25,10 +25,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
-import numpy.typing as npt
 from pydantic import Field
 
-from vllm_ext.kernels.best_first_tree import Float64, judge_tree
 from vllm_ext.kernels.ngram_table import (
     EMPTY,
     Classes,
@@ -39,8 +37,9 @@ from vllm_ext.kernels.ngram_table import (
     grow_tree,
     record_text,
 )
-from vllm_ext.proposers.base import MethodOptions, Proposer, Request, Sampling, VerifiedRows
-from vllm_ext.proposers.learned import Learned, check_names, restore_counts, restore_table
+from vllm_ext.proposers.base import MethodOptions, Proposer, Request, VerifiedRows, practise
+from vllm_ext.proposers.calibration import Calibration
+from vllm_ext.proposers.learned import Learned, check_names, restore_table
 from vllm_ext.proposers.tree import DraftTree, Float32, Int32
 
 PAIR = 2  # tokens of a context
@@ -49,11 +48,7 @@ STEP, CAP = 0.04, 3.0  # what an occurrence adds to a weight, and the most it ca
 
 # Bounds between the classes of a child's share.
 SHARES: Float32 = np.array([0.02, 0.05, 0.1, 0.2, 0.3, 0.45, 0.6, 0.75, 0.9, 0.98], np.float32)
-NUM_DEPTHS = 4  # the deeper ones count as the last
 
-# An estimate is hits over trials, both fading: the last 200 trials or so count. The prior is worth 8 trials.
-FADE = 0.995
-PRIOR_TRIALS = 8.0
 TRUST = 0.75  # prior acceptance per share; from outputs of SmolLM2-135M
 
 
@@ -76,7 +71,6 @@ class _Request:
     """What is remembered of a request from step to step."""
 
     num_recorded: int = 0  # tokens whose text is in the table
-    drafted: tuple[Int32, Int32, npt.NDArray[np.uint8]] | None = None  # tokens, parents, groups
 
 
 class Aded(Proposer):
@@ -97,9 +91,7 @@ class Aded(Proposer):
         self._drawing = Drawing(WIDTH, 1.0, -1, float(exploration))
         self.table = NgramTable.of_size(memory_mb * 10**6, WIDTH)
         middle = (np.array([0.0, *SHARES]) + np.array([*SHARES, 1.0])) / 2
-        # [shares, depths]
-        self.trials: Float64 = np.full((len(middle), NUM_DEPTHS), PRIOR_TRIALS)
-        self.hits: Float64 = self.trials * TRUST * middle[:, None]
+        self.calibration = Calibration(TRUST * middle)
         self._requests: dict[str, _Request] = {}
 
     @classmethod
@@ -110,12 +102,7 @@ class Aded(Proposer):
     @property
     def memory_bytes(self) -> int:
         """The table, ``memory_mb`` rounded down to a power of two of pairs, and the counts."""
-        return sum(part.nbytes for part in self.table) + self.hits.nbytes + self.trials.nbytes
-
-    @property
-    def estimates(self) -> Float32:
-        """float32 ``[shares, depths]``: how often a child is accepted when its parent was."""
-        return (self.hits / self.trials).astype(np.float32)
+        return sum(part.nbytes for part in self.table) + self.calibration.nbytes
 
     def start(self, request: Request) -> None:
         """Record the prompt."""
@@ -130,17 +117,13 @@ class Aded(Proposer):
 
     def observe(self, rows: VerifiedRows) -> None:
         """Judge the trees of the last `propose`."""
-        for request_id, emitted in zip(rows.request_ids, rows.emitted, strict=True):
-            state = self._requests.get(request_id)
-            if state is not None and state.drafted is not None and emitted:
-                judge_tree(*state.drafted, np.array(emitted, np.int32), self.hits, self.trials, FADE)
-                state.drafted = None
+        self.calibration.judge(rows.request_ids, rows.emitted)
 
     def propose(self, requests: Sequence[Request]) -> list[DraftTree]:
         """Record what has come, and expand each request's last pair."""
         for request in requests:
             self._record(self._requests[request.request_id], request.tokens)
-        classes = Classes(self.estimates[None], SHARES)
+        classes = Classes(self.calibration.estimates[None], SHARES)
         trees = []
         for request in requests:
             context = np.full(PAIR, EMPTY, np.int32)
@@ -156,37 +139,28 @@ class Aded(Proposer):
                 request.max_depth,
                 request.chain,
             )
-            self._requests[request.request_id].drafted = grown.tokens, grown.parents, grown.groups
-            tree = DraftTree(grown.tokens, grown.parents, grown.probabilities)
-            if self._drawing.exploration > 0.0:  # the nodes stand in the order they were taken
-                tree = DraftTree.from_nodes(*grown[:3])
-            trees.append(tree)
+            self.calibration.drafted(request.request_id, grown)
+            # With exploration the nodes stand in the order they were taken.
+            make = DraftTree.from_nodes if self._drawing.exploration > 0.0 else DraftTree
+            trees.append(make(*grown[:3]))
         return trees
 
     def finish(self, request_id: str) -> None:
         """Forget a request; what it taught stays."""
         self._requests.pop(request_id, None)
+        self.calibration.forget(request_id)
 
     def learned(self) -> dict[str, Learned]:
         """See `Proposer.learned`: the table, without its free slots, and the calibration."""
-        counts = {"hits": self.hits.copy(), "trials": self.trials.copy()}
-        return {**contents(self.table)._asdict(), **counts}
+        return contents(self.table)._asdict() | self.calibration.learned()
 
     def restore(self, arrays: Mapping[str, Learned]) -> None:
         """See `Proposer.restore`."""
         check_names(arrays, (*Entries._fields, "hits", "trials"))
-        restore_counts(arrays, self.hits, self.trials, PRIOR_TRIALS, FADE)
+        self.calibration.restore(arrays)
         restore_table(arrays, self.table, self.vocab_size, CAP)
 
     def warm_up(self) -> None:
         """Compile what would else stall the first request."""
         # A small one of the same types; numba's compiled code is shared by all.
-        twin = type(self)(2, 1)
-        tokens = np.zeros(3, np.int32)
-        sampling = Sampling(temperature=0.0, top_p=1.0, top_k=0, min_p=0.0, seed=None)
-        request = Request("", tokens, 3, budget_tokens=1, max_depth=1, sampling=sampling)
-        twin.start(request)
-        twin.propose([request])
-        none = np.zeros(0, np.int32)
-        ids, logits = none.reshape(0, 0), np.zeros((0, 0), np.float32)
-        twin.observe(VerifiedRows([""], np.zeros(2, np.int32), none, none, none > 0, ids, logits, [[0]]))
+        practise(type(self)(2, 1), np.zeros(3, np.int32))

@@ -172,3 +172,28 @@ class Proposer(ABC):
                 proposer is not to be used any more: some of the arrays may have been taken over.
         """
         check_names(arrays, ())
+
+
+def practise(proposer: Proposer, tokens: Int32) -> None:
+    """Take one request through a proposer: numba then has compiled what it calls, for all of its types.
+
+    Args:
+        proposer: a small one, not to be used any more.
+        tokens: int32 ``[num_tokens]``, at least 2: a prompt and one token behind it.
+    """
+    sampling = Sampling(temperature=1.0, top_p=1.0, top_k=0, min_p=0.0, seed=None)
+    request = Request("", tokens, len(tokens) - 1, budget_tokens=1, max_depth=1, sampling=sampling)
+    proposer.start(request)
+    proposer.propose([request])
+    proposer.observe(
+        VerifiedRows(
+            [""],
+            np.array([0, 1], np.int32),
+            tokens[-1:],
+            np.array([-1], np.int32),
+            np.array([True]),
+            np.zeros((1, proposer.verified_top_k), np.int32),
+            np.zeros((1, proposer.verified_top_k), np.float32),
+            [[0]],
+        )
+    )

@@ -20,22 +20,18 @@ from typing import Any, ClassVar
 import numpy as np
 from pydantic import Field, ValidationError, field_validator
 
-from vllm_ext.kernels.best_first_tree import Float64, UInt8, judge_tree
 from vllm_ext.kernels.fuse_trees import fuse_trees
 from vllm_ext.proposers import registry
 from vllm_ext.proposers.base import MethodOptions, Proposer, Request, VerifiedRows
-from vllm_ext.proposers.learned import Learned, check_names, restore_counts
-from vllm_ext.proposers.tree import DraftTree, Float32, Int32
+from vllm_ext.proposers.calibration import Calibration
+from vllm_ext.proposers.learned import Learned, check_names
+from vllm_ext.proposers.tree import DraftTree, Float32
 
 BOUNDS: Float32 = np.array(
     [0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.96], np.float32
 )  # between bins
-NUM_DEPTHS = 4  # the deeper ones count as the last
 MAX_DRAFTERS = 4  # 15 sets times 13 bins are 195 groups; a group is a byte
-# An estimate is hits over trials, as in Token Recycling. Prior: a bin's middle, for one drafter; every further one
-# that agrees takes a third off the doubt.
-FADE = 0.995
-PRIOR_TRIALS = 8.0
+# Prior: a bin's middle, for one drafter; every further one that agrees takes a third off the doubt.
 AGREEMENT = 2 / 3
 
 
@@ -107,10 +103,7 @@ class Hybrid(Proposer):
         middles = (np.array([0.0, *BOUNDS]) + np.array([*BOUNDS, 1.0])) / 2
         agreeing = np.array([mask.bit_count() for mask in range(1, 1 << len(self.drafters))])
         prior = 1.0 - (1.0 - middles) * AGREEMENT ** (agreeing[:, None] - 1)
-        # [sets of drafters, bins, depths]
-        self.trials: Float64 = np.full((*prior.shape, NUM_DEPTHS), PRIOR_TRIALS)
-        self.hits: Float64 = self.trials * prior[:, :, None]
-        self._drafted: dict[str, tuple[Int32, Int32, UInt8]] = {}  # tokens, parents, groups
+        self.calibration = Calibration(prior)  # of sets of drafters and bins
 
     @classmethod
     def from_options(cls, options: HybridOptions, vocab_size: int) -> Hybrid:
@@ -127,12 +120,7 @@ class Hybrid(Proposer):
     @property
     def memory_bytes(self) -> int:
         """All drafters' and the counts."""
-        return sum(d.memory_bytes for d in self.drafters) + self.hits.nbytes + self.trials.nbytes
-
-    @property
-    def estimates(self) -> Float32:
-        """float32 ``[sets, bins, depths]``: how often a node is accepted when its parent was."""
-        return (self.hits / self.trials).astype(np.float32)
+        return sum(d.memory_bytes for d in self.drafters) + self.calibration.nbytes
 
     def start(self, request: Request) -> None:
         """See `Proposer.start`."""
@@ -141,10 +129,7 @@ class Hybrid(Proposer):
 
     def observe(self, rows: VerifiedRows) -> None:
         """Judge the fused trees of the last `propose`, and let every drafter learn."""
-        hits, trials = self.hits.reshape(-1, NUM_DEPTHS), self.trials.reshape(-1, NUM_DEPTHS)
-        for request_id, emitted in zip(rows.request_ids, rows.emitted, strict=True):
-            if emitted and (drafted := self._drafted.pop(request_id, None)) is not None:
-                judge_tree(*drafted, np.array(emitted, np.int32), hits, trials, FADE)
+        self.calibration.judge(rows.request_ids, rows.emitted)
         for drafter in self.drafters:
             width = drafter.verified_top_k
             drafter.observe(
@@ -156,10 +141,10 @@ class Hybrid(Proposer):
     def propose(self, requests: Sequence[Request]) -> list[DraftTree]:
         """The most probable nodes of all drafters' trees together."""
         proposals = zip(*(drafter.propose(requests) for drafter in self.drafters), strict=True)
-        estimates = self.estimates
+        estimates = self.calibration.estimates
         fused = []
         for request, trees in zip(requests, proposals, strict=True):
-            tokens, parents, probabilities, groups = fuse_trees(
+            tree = fuse_trees(
                 np.concatenate([tree.tokens for tree in trees]),
                 np.concatenate([tree.parents for tree in trees]),
                 np.concatenate([tree.probabilities for tree in trees]),
@@ -168,19 +153,19 @@ class Hybrid(Proposer):
                 BOUNDS,
                 request.budget_tokens,
             )
-            self._drafted[request.request_id] = tokens, parents, groups
-            fused.append(DraftTree(tokens, parents, probabilities))
+            self.calibration.drafted(request.request_id, tree)
+            fused.append(DraftTree(*tree[:3]))
         return fused
 
     def finish(self, request_id: str) -> None:
         """See `Proposer.finish`."""
-        self._drafted.pop(request_id, None)
+        self.calibration.forget(request_id)
         for drafter in self.drafters:
             drafter.finish(request_id)
 
     def learned(self) -> dict[str, Learned]:
         """See `Proposer.learned`: the counts, and what drafter ``i`` has learnt as ``i.NAME``."""
-        arrays = {"hits": self.hits.copy(), "trials": self.trials.copy()}
+        arrays = self.calibration.learned()
         for i, drafter in enumerate(self.drafters):
             arrays |= {f"{i}.{name}": array for name, array in drafter.learned().items()}
         return arrays
@@ -196,7 +181,7 @@ class Hybrid(Proposer):
             else:
                 own[name] = array
         check_names(own, ("hits", "trials"))
-        restore_counts(own, self.hits, self.trials, PRIOR_TRIALS, FADE)
+        self.calibration.restore(own)
         place = 0
         try:
             for place, drafter in enumerate(self.drafters):
@@ -210,7 +195,7 @@ class Hybrid(Proposer):
             drafter.warm_up()
         token, root, chance = np.zeros(1, np.int32), np.full(1, -1, np.int32), np.ones(1, np.float32)
         start = np.array([0, 1], np.int32)
-        tree = fuse_trees(token, root, chance, start, self.estimates, BOUNDS, budget=1)
-        hits, trials = self.hits.copy(), self.trials.copy()
-        counts = hits.reshape(-1, NUM_DEPTHS), trials.reshape(-1, NUM_DEPTHS)
-        judge_tree(tree[0], tree[1], tree[3], token, *counts, FADE)
+        tree = fuse_trees(token, root, chance, start, self.calibration.estimates, BOUNDS, budget=1)
+        spare = Calibration(np.ones(1))
+        spare.drafted("", tree)
+        spare.judge([""], [[0]])

@@ -28,22 +28,18 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import Field
 
-from vllm_ext.kernels.best_first_tree import Float64, judge_tree
 from vllm_ext.kernels.copy_tree import copy_tree
 from vllm_ext.kernels.suffix_index import SuffixIndex, append, find
-from vllm_ext.proposers.base import MethodOptions, Proposer, Request, Sampling, VerifiedRows
-from vllm_ext.proposers.learned import Learned, check_names, restore_counts
-from vllm_ext.proposers.tree import DraftTree, Float32, Int32
+from vllm_ext.proposers.base import MethodOptions, Proposer, Request, VerifiedRows, practise
+from vllm_ext.proposers.calibration import Calibration, Float64
+from vllm_ext.proposers.learned import Learned, check_names
+from vllm_ext.proposers.tree import DraftTree, Int32
 
 LONGEST_MATCH = 32  # most last tokens that are compared
 # Bounds between the classes of how many tokens agreed.
 LENGTHS: npt.NDArray[np.int64] = np.array([1, 2, 3, 4, 6, 9, 14, 24], np.int64)
-NUM_DEPTHS = 4  # the deeper ones count as the last
 UNIQUE, AMBIGUOUS, SKIP, INSERT = range(4)  # how a pointer was set
 
-# An estimate is hits over trials, both fading: the last 200 trials or so count. The prior is worth 8 trials.
-FADE = 0.995
-PRIOR_TRIALS = 8.0
 # Prior acceptance by how the pointer was set and class of length. From outputs of SmolLM2-135M.
 TRUST: Float64 = np.array(
     [
@@ -100,7 +96,6 @@ class _Request:
     num_tokens: int = 0  # tokens that the pointers know
     # The first that agrees with the next tokens goes on.
     pointers: list[_Pointer] = field(default_factory=list)
-    drafted: tuple[Int32, Int32, npt.NDArray[np.uint8]] | None = None  # tokens, parents, groups
 
 
 class InputCopy(Proposer):
@@ -124,9 +119,7 @@ class InputCopy(Proposer):
         self._arguments = (min_match, resync, edits)
         self._min_match, self._unique, self._edits = min_match, resync == "unique", edits
         self._tail = SuffixIndex.empty(2 * LONGEST_MATCH)  # a text's last tokens, for `find`
-        # [kinds, lengths, depths]
-        self.trials: Float64 = np.full((*TRUST.shape, NUM_DEPTHS), PRIOR_TRIALS)
-        self.hits: Float64 = self.trials * TRUST[..., None]
+        self.calibration = Calibration(TRUST)
         self._requests: dict[str, _Request] = {}
 
     @classmethod
@@ -137,12 +130,7 @@ class InputCopy(Proposer):
     @property
     def memory_bytes(self) -> int:
         """The counts. A request adds 52 to 104 bytes per token of its prompt."""
-        return sum(part.nbytes for part in self._tail) + self.hits.nbytes + self.trials.nbytes
-
-    @property
-    def estimates(self) -> Float32:
-        """float32 ``[kinds, lengths, depths]``: how often a copied token is accepted when those before it were."""
-        return (self.hits / self.trials).astype(np.float32)
+        return sum(part.nbytes for part in self._tail) + self.calibration.nbytes
 
     def start(self, request: Request) -> None:
         """Index the prompt."""
@@ -153,16 +141,11 @@ class InputCopy(Proposer):
 
     def observe(self, rows: VerifiedRows) -> None:
         """Judge the chains of the last `propose`."""
-        hits, trials = self.hits.reshape(-1, NUM_DEPTHS), self.trials.reshape(-1, NUM_DEPTHS)  # by group
-        for request_id, emitted in zip(rows.request_ids, rows.emitted, strict=True):
-            state = self._requests.get(request_id)
-            if state is not None and state.drafted is not None and emitted:
-                judge_tree(*state.drafted, np.array(emitted, np.int32), hits, trials, FADE)
-                state.drafted = None
+        self.calibration.judge(rows.request_ids, rows.emitted)
 
     def propose(self, requests: Sequence[Request]) -> list[DraftTree]:
         """Move each request's pointers, and copy from there."""
-        estimates = self.estimates
+        estimates = self.calibration.estimates
         trees = []
         for request in requests:
             state = self._requests[request.request_id]
@@ -177,8 +160,8 @@ class InputCopy(Proposer):
                 request.max_depth,
                 request.chain,
             )
-            state.drafted = tree.tokens, tree.parents, tree.groups
-            trees.append(DraftTree(tree.tokens, tree.parents, tree.probabilities))
+            self.calibration.drafted(request.request_id, tree)
+            trees.append(DraftTree(*tree[:3]))
         return trees
 
     def _move(self, state: _Request, request: Request) -> None:
@@ -219,24 +202,17 @@ class InputCopy(Proposer):
     def finish(self, request_id: str) -> None:
         """Forget a request."""
         self._requests.pop(request_id, None)
+        self.calibration.forget(request_id)
 
     def learned(self) -> dict[str, Learned]:
         """See `Proposer.learned`: the calibration."""
-        return {"hits": self.hits.copy(), "trials": self.trials.copy()}
+        return self.calibration.learned()
 
     def restore(self, arrays: Mapping[str, Learned]) -> None:
         """See `Proposer.restore`."""
         check_names(arrays, ("hits", "trials"))
-        restore_counts(arrays, self.hits, self.trials, PRIOR_TRIALS, FADE)
+        self.calibration.restore(arrays)
 
     def warm_up(self) -> None:
         """Compile what would else stall the first request."""
-        twin = type(self)(2, 1, *self._arguments[1:])
-        tokens = np.zeros(2, np.int32)
-        sampling = Sampling(temperature=0.0, top_p=1.0, top_k=0, min_p=0.0, seed=None)
-        request = Request("", tokens, 2, budget_tokens=1, max_depth=1, sampling=sampling)
-        twin.start(request)
-        twin.propose([request])
-        none = np.zeros(0, np.int32)
-        ids, logits = none.reshape(0, 0), np.zeros((0, 0), np.float32)
-        twin.observe(VerifiedRows([""], np.zeros(2, np.int32), none, none, none > 0, ids, logits, [[0]]))
+        practise(type(self)(2, 1, *self._arguments[1:]), np.zeros(3, np.int32))

@@ -16,7 +16,6 @@ import numpy.typing as npt
 from vllm_ext.kernels.ngram_table import EMPTY, MOST_COUNT, Entries, NgramTable, insert
 
 Learned = npt.NDArray[Any]
-Float64 = npt.NDArray[np.float64]
 
 
 def check_names(arrays: Mapping[str, Learned], expected: Collection[str]) -> None:
@@ -91,28 +90,3 @@ def restore_table(
         raise ValueError(
             f"keys[{entry}]={entries.keys[entry]} has no place: it is there twice, or too many like it"
         )
-
-
-def restore_counts(
-    arrays: Mapping[str, Learned], hits: Float64, trials: Float64, prior_trials: float, fade: float
-) -> None:
-    """Copy the calibration ``arrays["hits"]`` and ``arrays["trials"]`` into those of a proposer.
-
-    Args:
-        arrays: what was saved.
-        hits: float64, written to.
-        trials: float64, the same shape, written to.
-        prior_trials: what each of the trials began with.
-        fade: what is left of a count when the next one is added.
-
-    Raises:
-        ValueError: naming the array and what is wrong with it.
-    """
-    most = max(prior_trials, 1 / (1 - fade)) * (1 + 1e-9)  # where a faded sum of ones tends to
-    least = min(prior_trials, 1.0)
-    check_array("trials", arrays["trials"], trials.shape, np.float64, least, most)
-    check_array("hits", arrays["hits"], hits.shape, np.float64, 0.0, most)
-    if (arrays["hits"] > arrays["trials"]).any():
-        raise ValueError("hits has more than trials at some place")
-    hits[...] = arrays["hits"]
-    trials[...] = arrays["trials"]

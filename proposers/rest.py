@@ -26,26 +26,21 @@ from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
-import numpy.typing as npt
 from pydantic import Field, ValidationInfo, field_validator
 
-from vllm_ext.kernels.best_first_tree import Float64, judge_tree
 from vllm_ext.kernels.suffix_array import SORTED_TOKENS, continuations, find, grow_tree
 from vllm_ext.proposers import datastore
-from vllm_ext.proposers.base import MethodOptions, Proposer, Request, Sampling, VerifiedRows
+from vllm_ext.proposers.base import MethodOptions, Proposer, Request, VerifiedRows, practise
+from vllm_ext.proposers.calibration import Calibration, Float64
 from vllm_ext.proposers.datastore import Datastore
-from vllm_ext.proposers.learned import Learned, check_names, restore_counts
+from vllm_ext.proposers.learned import Learned, check_names
 from vllm_ext.proposers.tree import DraftTree, Float32, Int32
 
 # Bounds between the classes of an estimate: length of the match, weight of the parent, share of it.
 LENGTHS = (2, 3, 4, 6, 10)
 EVIDENCE: Int32 = np.array([1, 7], np.int32)
 SHARES: Float32 = np.array([0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.75, 0.95], np.float32)
-NUM_DEPTHS = 4  # the deeper ones count as the last
 
-# An estimate is hits over trials, both fading: the last 200 trials or so count. The prior is worth 8 trials.
-FADE = 0.995
-PRIOR_TRIALS = 8.0
 # Prior acceptance: a share's middle, times the trust in matches of that length (rows) with that evidence (columns).
 # Rounded from Python files and a store of others of the same packages, by scripts/bench_datastore.py's walk.
 TRUST: Float64 = np.array(
@@ -112,12 +107,7 @@ class Rest(Proposer):
     ) -> None:
         self.store = store
         self._arguments = (max_match, min_match, max_occurrences, max_continuation)
-        prior = self._prior()
-        # [groups, depths]
-        self.trials: Float64 = np.full((len(prior), NUM_DEPTHS), PRIOR_TRIALS)
-        self.hits: Float64 = self.trials * prior[:, None]
-        # By request id, the tree that the next step's output judges: tokens, parents, groups.
-        self._drafted: dict[str, tuple[Int32, Int32, npt.NDArray[np.uint8]]] = {}
+        self.calibration = Calibration(self._prior())
 
     @classmethod
     def from_options(cls, options: RestOptions, vocab_size: int) -> Rest:
@@ -148,12 +138,7 @@ class Rest(Proposer):
     @property
     def memory_bytes(self) -> int:
         """The estimates; the store is the page cache's, one copy for all processes of the host."""
-        return self.hits.nbytes + self.trials.nbytes
-
-    @property
-    def estimates(self) -> Float32:
-        """float32 ``[groups, depths]``: how often a node is accepted when its parent was."""
-        return (self.hits / self.trials).astype(np.float32)
+        return self.calibration.nbytes
 
     @staticmethod
     def _prior() -> Float64:
@@ -164,19 +149,16 @@ class Rest(Proposer):
 
     def observe(self, rows: VerifiedRows) -> None:
         """Judge the trees of the last `propose`."""
-        for request_id, emitted in zip(rows.request_ids, rows.emitted, strict=True):
-            drafted = self._drafted.pop(request_id, None) if emitted else None
-            if drafted is not None:
-                judge_tree(*drafted, np.array(emitted, np.int32), self.hits, self.trials, FADE)
+        self.calibration.judge(rows.request_ids, rows.emitted)
 
     def propose(self, requests: Sequence[Request]) -> list[DraftTree]:
         """Look up each request's last tokens."""
-        estimates = self.estimates
+        estimates = self.calibration.estimates
         return [self._draft(request, estimates) for request in requests]
 
     def _draft(self, request: Request, estimates: Float32) -> DraftTree:
         max_match, min_match, _, max_continuation = self._arguments
-        self._drafted.pop(request.request_id, None)
+        self.calibration.forget(request.request_id)
         if request.budget_tokens <= 0 or request.max_depth <= 0:
             return DraftTree.empty()
         # Of exactly this type, or numba would compile once more, in the middle of a step.
@@ -196,8 +178,8 @@ class Rest(Proposer):
             request.max_depth,
             request.chain,
         )
-        self._drafted[request.request_id] = grown.tokens, grown.parents, grown.groups
-        return DraftTree(grown.tokens, grown.parents, grown.probabilities)
+        self.calibration.drafted(request.request_id, grown)
+        return DraftTree(*grown[:3])
 
     def _continuations(self, found: list[tuple[int, int, int]], length: int, width: int) -> Int32:
         """int32 ``[num_rows, width]``: what followed the matches of that length, in all segments."""
@@ -222,23 +204,18 @@ class Rest(Proposer):
 
     def finish(self, request_id: str) -> None:
         """Forget a request."""
-        self._drafted.pop(request_id, None)
+        self.calibration.forget(request_id)
 
     def learned(self) -> dict[str, Learned]:
         """See `Proposer.learned`: the calibration."""
-        return {"hits": self.hits.copy(), "trials": self.trials.copy()}
+        return self.calibration.learned()
 
     def restore(self, arrays: Mapping[str, Learned]) -> None:
         """See `Proposer.restore`."""
         check_names(arrays, ("hits", "trials"))
-        restore_counts(arrays, self.hits, self.trials, PRIOR_TRIALS, FADE)
+        self.calibration.restore(arrays)
 
     def warm_up(self) -> None:
         """Compile what would else stall the first request."""
-        twin = type(self)(self.store, max_match=1, min_match=1)
-        tokens = self.store.segments[0].tokens[1:2].astype(np.int32)  # behind the separator: it is found
-        sampling = Sampling(temperature=0.0, top_p=1.0, top_k=0, min_p=0.0, seed=None)
-        twin.propose([Request("", tokens, 1, budget_tokens=1, max_depth=1, sampling=sampling)])
-        none = np.zeros(0, np.int32)
-        ids, logits = none.reshape(0, 0), np.zeros((0, 0), np.float32)
-        twin.observe(VerifiedRows([""], np.zeros(2, np.int32), none, none, none > 0, ids, logits, [[0]]))
+        tokens = self.store.segments[0].tokens[:2].astype(np.int32)  # a separator, and a token that is found
+        practise(type(self)(self.store, max_match=1, min_match=1), tokens)

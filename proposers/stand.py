@@ -29,10 +29,8 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 import numpy as np
-import numpy.typing as npt
 from pydantic import Field
 
-from vllm_ext.kernels.best_first_tree import Float64, judge_tree
 from vllm_ext.kernels.ngram_table import (
     EMPTY,
     Classes,
@@ -43,19 +41,16 @@ from vllm_ext.kernels.ngram_table import (
     grow_tree,
     record_rows,
 )
-from vllm_ext.proposers.base import MethodOptions, Proposer, Request, Sampling, VerifiedRows
-from vllm_ext.proposers.learned import Learned, check_names, restore_counts, restore_table
+from vllm_ext.proposers.base import MethodOptions, Proposer, Request, VerifiedRows, practise
+from vllm_ext.proposers.calibration import Calibration, Float64
+from vllm_ext.proposers.learned import Learned, check_names, restore_table
 from vllm_ext.proposers.tree import DraftTree, Float32, Int32
 
 # Bounds between the classes of a child's share.
 SHARES: Float32 = np.array([0.005, 0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 0.97], np.float32)
-NUM_DEPTHS = 4  # the deeper ones count as the last
 MOST_WEIGHT = 1.01  # of a mean of shares, with room for rounding
 BRANCHES = 5  # most children of a node, as in the paper's first tree
 
-# An estimate is hits over trials, both fading: the last 200 trials or so count. The prior is worth 8 trials.
-FADE = 0.995
-PRIOR_TRIALS = 8.0
 # Prior acceptance per share, by tokens of the context: of greedy requests, and of those that sample. From outputs of
 # SmolLM2-135M.
 TRUST: Float64 = np.array([[0.4, 0.6, 0.8, 0.95], [0.33, 0.5, 0.65, 0.75]])
@@ -86,7 +81,6 @@ class _Request:
     noise: str  # what the request's noise depends on besides its length and the path
     mode: int  # which estimates are its own
     context: Int32 | None = None  # [max_order] the last tokens of the next verification, the root last
-    drafted: tuple[Int32, Int32, npt.NDArray[np.uint8]] | None = None  # tokens, parents, groups
 
 
 class Stand(Proposer):
@@ -119,10 +113,9 @@ class Stand(Proposer):
         self._drawn = branches == "drawn"
         self.table = NgramTable.of_size(memory_mb * 10**6, table_width)
         middle = (np.array([0.0, *SHARES]) + np.array([*SHARES, 1.0])) / 2
+        # [2 (0: greedy requests, 1: those that sample), orders, shares]
         prior = TRUST[:, :max_order, None] * middle
-        # [2 (0: greedy requests, 1: those that sample), orders, shares, depths]
-        self.trials: Float64 = np.full((*prior.shape, NUM_DEPTHS), PRIOR_TRIALS)
-        self.hits: Float64 = self.trials * prior[..., None]
+        self.calibration = Calibration(prior)
         self._requests: dict[str, _Request] = {}
 
     @classmethod
@@ -133,12 +126,7 @@ class Stand(Proposer):
     @property
     def memory_bytes(self) -> int:
         """The table, ``memory_mb`` rounded down to a power of two of contexts, and the counts."""
-        return sum(part.nbytes for part in self.table) + self.hits.nbytes + self.trials.nbytes
-
-    @property
-    def estimates(self) -> Float32:
-        """float32 ``[2, orders, shares, depths]``: how often a child is accepted when its parent was."""
-        return (self.hits / self.trials).astype(np.float32)
+        return sum(part.nbytes for part in self.table) + self.calibration.nbytes
 
     def start(self, request: Request) -> None:
         """Remember what the request's noise depends on."""
@@ -148,23 +136,14 @@ class Stand(Proposer):
 
     def observe(self, rows: VerifiedRows) -> None:
         """Judge the trees of the last `propose`, and record the distributions along the accepted paths."""
+        self.calibration.judge(rows.request_ids, rows.emitted)
         before = np.full((len(rows.request_ids), self._longest - 1), EMPTY, np.int32)
         for i, (request_id, emitted) in enumerate(zip(rows.request_ids, rows.emitted, strict=True)):
             state = self._requests.get(request_id)
-            if state is None or not emitted:
+            if state is None or state.context is None or not emitted:
                 continue
-            if state.drafted is not None:
-                hits, trials = (
-                    counts[state.mode].reshape(-1, NUM_DEPTHS) for counts in (self.hits, self.trials)
-                )
-                judge_tree(*state.drafted, np.array(emitted, np.int32), hits, trials, FADE)
-                state.drafted = None
             start = rows.row_start[i]
-            if (
-                state.context is not None
-                and start < rows.row_start[i + 1]
-                and rows.tokens[start] == state.context[-1]
-            ):
+            if start < rows.row_start[i + 1] and rows.tokens[start] == state.context[-1]:
                 before[i] = state.context[:-1]
         # Of exactly these types, or numba would compile once more, in the middle of a step.
         record_rows(
@@ -181,7 +160,7 @@ class Stand(Proposer):
 
     def propose(self, requests: Sequence[Request]) -> list[DraftTree]:
         """Grow each request's tree from its root."""
-        estimates = self.estimates
+        estimates = self.calibration.estimates
         trees = []
         for request in requests:
             state = self._requests[request.request_id]
@@ -201,43 +180,27 @@ class Stand(Proposer):
                 request.max_depth,
                 request.chain,
             )
-            state.drafted = tree.tokens, tree.parents, tree.groups
-            trees.append(DraftTree(tree.tokens, tree.parents, tree.probabilities))
+            groups = tree.groups + np.uint8(state.mode * estimates[0, ..., 0].size)
+            self.calibration.drafted(request.request_id, tree._replace(groups=groups))
+            trees.append(DraftTree(*tree[:3]))
         return trees
 
     def finish(self, request_id: str) -> None:
         """Forget a request."""
         self._requests.pop(request_id, None)
+        self.calibration.forget(request_id)
 
     def learned(self) -> dict[str, Learned]:
         """See `Proposer.learned`: the table, without its free slots, and the calibration."""
-        counts = {"hits": self.hits.copy(), "trials": self.trials.copy()}
-        return {**contents(self.table)._asdict(), **counts}
+        return contents(self.table)._asdict() | self.calibration.learned()
 
     def restore(self, arrays: Mapping[str, Learned]) -> None:
         """See `Proposer.restore`."""
         check_names(arrays, (*Entries._fields, "hits", "trials"))
-        restore_counts(arrays, self.hits, self.trials, PRIOR_TRIALS, FADE)
+        self.calibration.restore(arrays)
         restore_table(arrays, self.table, self.vocab_size, MOST_WEIGHT)
 
     def warm_up(self) -> None:
         """Compile what would else stall the first request."""
         # A small one of the same types; numba's compiled code is shared by all.
-        twin = type(self)(2, 1, *self._arguments)
-        tokens = np.zeros(2, np.int32)
-        sampling = Sampling(temperature=1.0, top_p=1.0, top_k=0, min_p=0.0, seed=None)
-        request = Request("", tokens, 2, budget_tokens=1, max_depth=1, sampling=sampling)
-        twin.start(request)
-        twin.propose([request])
-        twin.observe(
-            VerifiedRows(
-                [""],
-                np.array([0, 1], np.int32),
-                tokens[:1],
-                np.array([-1], np.int32),
-                np.array([True]),
-                np.zeros((1, self.verified_top_k), np.int32),
-                np.zeros((1, self.verified_top_k), np.float32),
-                [[0]],
-            )
-        )
+        practise(type(self)(2, 1, *self._arguments), np.zeros(3, np.int32))

@@ -28,7 +28,6 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import Field
 
-from vllm_ext.kernels.best_first_tree import Float64, judge_tree
 from vllm_ext.kernels.suffix_index import (
     BYTES_PER_TOKEN,
     LONGEST_ORDER,
@@ -40,17 +39,15 @@ from vllm_ext.kernels.suffix_index import (
     grow_tree,
     rebuild,
 )
-from vllm_ext.proposers.base import MethodOptions, Proposer, Request, Sampling, VerifiedRows
-from vllm_ext.proposers.learned import Learned, check_array, check_names, restore_counts
+from vllm_ext.proposers.base import MethodOptions, Proposer, Request, VerifiedRows, practise
+from vllm_ext.proposers.calibration import Calibration, Float64
+from vllm_ext.proposers.learned import Learned, check_array, check_names
 from vllm_ext.proposers.tree import DraftTree, Int32
 
 # Bounds between the classes of a match's length in tokens, and of a child's share.
 LENGTHS: npt.NDArray[np.int64] = np.array([1, 2, 3, 4, 6, 9, 14], np.int64)
 SHARES: Float64 = np.array([0.05, 0.12, 0.2, 0.28, 0.4, 0.55, 0.7, 0.82, 0.92])
 
-# An estimate is hits over trials, both fading: the last 200 trials or so count. The prior is worth 8 trials.
-FADE = 0.995
-PRIOR_TRIALS = 8.0
 # Prior odds of a lone occurrence by source (own, shared, both) and class of length. From outputs of SmolLM2-135M.
 TRUST = (
     (0.8, 1.5, 2.0, 3.0, 3.5, 5.0, 6.0, 10.0),
@@ -83,7 +80,6 @@ class _Request:
     number: int  # requests are counted as they start
     num_prompt_tokens: int
     index: SuffixIndex  # prompt and output
-    drafted: tuple[Int32, Int32, npt.NDArray[np.uint8]] | None = None  # tokens, parents, groups
 
     def extend(self, tokens: Int32, vocab_size: int) -> None:
         """Append what is not in the index yet: each position once, whatever the scheduler did meanwhile."""
@@ -111,10 +107,7 @@ class SuffixDecoding(Proposer):
         self.vocab_size = vocab_size
         self._matches = min_match, max_match
         self.shared = SuffixIndex.empty(1 << (memory_mb * 10**6 // BYTES_PER_TOKEN).bit_length() - 1)
-        prior = _prior()
-        self.trials: Float64 = np.full((prior.size, 1), PRIOR_TRIALS)
-        self.hits: Float64 = self.trials * prior.reshape(-1, 1)
-        self._shape = prior.shape
+        self.calibration = Calibration(_prior(), num_depths=1)
         self._requests: dict[str, _Request] = {}
         self._num_started = 0
         self._finished: list[_Request] = []
@@ -127,12 +120,12 @@ class SuffixDecoding(Proposer):
     @property
     def memory_bytes(self) -> int:
         """The shared index, ``memory_mb`` rounded down to a power of two of tokens. A request adds its own."""
-        return sum(part.nbytes for part in self.shared) + self.hits.nbytes + self.trials.nbytes
+        return sum(part.nbytes for part in self.shared) + self.calibration.nbytes
 
     @property
     def estimates(self) -> Estimates:
         """How often a child was accepted when its parent was, by source, match length and share."""
-        return Estimates((self.hits / self.trials).astype(np.float32).reshape(self._shape), LENGTHS, SHARES)
+        return Estimates(self.calibration.estimates[..., 0], LENGTHS, SHARES)
 
     def start(self, request: Request) -> None:
         """Index the prompt."""
@@ -143,11 +136,7 @@ class SuffixDecoding(Proposer):
 
     def observe(self, rows: VerifiedRows) -> None:
         """Judge the trees of the last `propose`."""
-        for request_id, emitted in zip(rows.request_ids, rows.emitted, strict=True):
-            state = self._requests.get(request_id)
-            if state is not None and state.drafted is not None and emitted:
-                judge_tree(*state.drafted, np.array(emitted, np.int32), self.hits, self.trials, FADE)
-                state.drafted = None
+        self.calibration.judge(rows.request_ids, rows.emitted)
 
     def propose(self, requests: Sequence[Request]) -> list[DraftTree]:
         """Grow each request's tree from its root, always the most probable node next."""
@@ -166,12 +155,13 @@ class SuffixDecoding(Proposer):
                 request.max_depth,
                 request.chain,
             )
-            state.drafted = tree.tokens, tree.parents, tree.groups
-            trees.append(DraftTree(tree.tokens, tree.parents, tree.probabilities))
+            self.calibration.drafted(request.request_id, tree)
+            trees.append(DraftTree(*tree[:3]))
         return trees
 
     def finish(self, request_id: str) -> None:
         """Forget a request; its output is shared from the next `propose` on."""
+        self.calibration.forget(request_id)
         state = self._requests.pop(request_id, None)
         if state is not None:
             self._finished.append(state)
@@ -204,12 +194,7 @@ class SuffixDecoding(Proposer):
         tokens, findable = (
             np.concatenate(arrays)[-len(self.shared.log) :] for arrays in zip(*parts, strict=True)
         )
-        return {
-            "tokens": tokens,
-            "findable": findable,
-            "hits": self.hits.copy(),
-            "trials": self.trials.copy(),
-        }
+        return {"tokens": tokens, "findable": findable, **self.calibration.learned()}
 
     def restore(self, arrays: Mapping[str, Learned]) -> None:
         """See `Proposer.restore`; of a text longer than the index its end."""
@@ -217,31 +202,13 @@ class SuffixDecoding(Proposer):
         tokens, findable = arrays["tokens"], arrays["findable"]
         check_array("tokens", tokens, (None,), np.int32, SEPARATOR, self.vocab_size - 1)
         check_array("findable", findable, (len(tokens),), np.bool_, 0, 1)
-        restore_counts(arrays, self.hits, self.trials, PRIOR_TRIALS, FADE)
+        self.calibration.restore(arrays)
         self.shared = rebuild(len(self.shared.log), tokens, findable, self.vocab_size)
 
     def warm_up(self) -> None:
         """Compile what would else stall the first request."""
         # A small one of the same types; numba's compiled code is shared by all.
-        twin = type(self)(2, 1, *self._matches)
-        tokens = np.zeros(2, np.int32)
-        sampling = Sampling(temperature=0.0, top_p=1.0, top_k=0, min_p=0.0, seed=None)
-        request = Request("", tokens, 1, budget_tokens=1, max_depth=1, sampling=sampling)
-        twin.start(request)
-        twin.propose([request])
-        no_rows, no_logits = np.zeros(0, np.int32), np.zeros((0, 0), np.float32)
-        twin.observe(
-            VerifiedRows(
-                [""],
-                np.zeros(2, np.int32),
-                no_rows,
-                no_rows,
-                no_rows > 0,
-                np.zeros((0, 0), np.int32),
-                no_logits,
-                [[0]],
-            )
-        )
+        practise(type(self)(2, 1, *self._matches), np.zeros(3, np.int32))
 
 
 def _power_of_two(least: int) -> int:

@@ -38,13 +38,13 @@ from vllm_ext.kernels.best_first_tree import (
     Float64,
     SuccessorTables,
     grow_trees,
-    judge_tree,
     record_rows,
     record_text,
 )
 from vllm_ext.proposers import token_recycling_template
-from vllm_ext.proposers.base import MethodOptions, Proposer, Request, Sampling, VerifiedRows
-from vllm_ext.proposers.learned import Learned, check_array, check_distinct, check_names, restore_counts
+from vllm_ext.proposers.base import MethodOptions, Proposer, Request, VerifiedRows, practise
+from vllm_ext.proposers.calibration import Calibration
+from vllm_ext.proposers.learned import Learned, check_array, check_distinct, check_names
 from vllm_ext.proposers.tree import DraftTree, Float32, Int32
 
 PAIR_SLOTS = 1 << 16
@@ -54,11 +54,7 @@ TEXT_SLOTS = 1 << 18
 SHARES: Float32 = np.array(
     [0.002, 0.005, 0.01, 0.02, 0.035, 0.05, 0.08, 0.12, 0.18, 0.26, 0.36, 0.5, 0.65, 0.8, 0.92], np.float32
 )
-NUM_DEPTHS = 4  # the deeper ones count as the last
 
-# An estimate is hits over trials, both fading: the last 200 trials or so count. The prior is worth 8 trials.
-FADE = 0.995
-PRIOR_TRIALS = 8.0
 # Prior acceptance: per share in a token's and in a pair's row; of an entry seeded by a prompt; of a successor
 # in text by the length of its context, from 2 on; per that if the row lacks it. From runs of SmolLM2-135M.
 ROW_TRUST = 0.5
@@ -100,7 +96,6 @@ class _Request:
     previous: int = EMPTY  # the token before the root of the next verification; EMPTY if there is none
     root: int = EMPTY
     unread: bool = False  # the target has never read the root
-    drafted: tuple[Int32, Int32, npt.NDArray[np.uint8]] | None = None  # tokens, parents, groups
 
 
 class TokenRecycling(Proposer):
@@ -136,10 +131,7 @@ class TokenRecycling(Proposer):
         self._template = np.empty((0, matrix_width), np.int32)
         if tree == "static":
             self._template = token_recycling_template.positions(matrix_width)
-        prior = self._prior()
-        # [context_tokens, classes, depths]
-        self.trials: Float64 = np.full((*prior.shape, NUM_DEPTHS), PRIOR_TRIALS)
-        self.hits: Float64 = self.trials * prior[:, :, None]
+        self.calibration = Calibration(self._prior())
         self._requests: dict[str, _Request] = {}
 
     @classmethod
@@ -151,11 +143,10 @@ class TokenRecycling(Proposer):
     def memory_bytes(self) -> int:
         """``5 * vocab_size * width``; for longer contexts ``2**16 * (5 * width + 8) + 2**18 * 12`` and
         ``4 * vocab_size`` more."""
-        arrays = *self.tables, self.first_successors, self.hits, self.trials
-        return sum(array.nbytes for array in arrays)
+        return sum(part.nbytes for part in (*self.tables, self.first_successors, self.calibration))
 
     def _prior(self) -> Float64:
-        """``[context_tokens, classes]`` chance of acceptance before anything was counted."""
+        """``[context_tokens, classes]``; a node's group is its place in this."""
         share = np.sqrt(np.array([0.001, *SHARES]) * np.array([*SHARES, 1.0]))  # a class's middle
         of_row = np.array([SEEDED, *(share * ROW_TRUST), *(share * PAIR_TRUST), GUESSED, 0.0, 0.0])
         levels = [of_row]
@@ -163,11 +154,6 @@ class TokenRecycling(Proposer):
             levels.append(1 - (1 - of_row) * (1 - trust))  # as if independent
             levels[-1][[0, -2, -1]] = trust, trust * ABSENT_TRUST, trust * ABSENT_TRUST
         return np.stack(levels)
-
-    @property
-    def estimates(self) -> Float32:
-        """float32 ``[context_tokens, classes, depths]``: how often a node is accepted when its parent was."""
-        return (self.hits / self.trials).astype(np.float32)
 
     def start(self, request: Request) -> None:
         """Record the prompt's text, and seed the token rows the target has not filled yet."""
@@ -215,14 +201,11 @@ class TokenRecycling(Proposer):
     def observe(self, rows: VerifiedRows) -> None:
         """Judge the trees of the last `propose`, and overwrite the rows of every verified token."""
         root_previous = np.full(len(rows.request_ids), EMPTY, np.int32)
-        hits, trials = self.hits.reshape(-1, NUM_DEPTHS), self.trials.reshape(-1, NUM_DEPTHS)  # by group
+        self.calibration.judge(rows.request_ids, rows.emitted)
         for i, (request_id, emitted) in enumerate(zip(rows.request_ids, rows.emitted, strict=True)):
             state = self._requests.get(request_id)
             if state is None:
                 continue
-            if emitted and state.drafted is not None:
-                judge_tree(*state.drafted, np.array(emitted, np.int32), hits, trials, FADE)
-                state.drafted = None
             if emitted and state.unread and 0 <= emitted[0] < self.vocab_size:
                 self._count_first(np.array(emitted[:1], np.int32))
             start = rows.row_start[i]
@@ -254,7 +237,7 @@ class TokenRecycling(Proposer):
             state.unread = self._fill(state.root)
         grown = grow_trees(
             self.tables,
-            self.estimates,
+            self.calibration.estimates,
             contexts,
             np.array([request.budget_tokens for request in requests], np.int64),
             np.array([request.max_depth for request in requests], np.int64),
@@ -262,24 +245,22 @@ class TokenRecycling(Proposer):
             self._template,
         )
         trees = []
-        for i, (request, count) in enumerate(zip(requests, grown.counts.tolist(), strict=True)):
-            tree = DraftTree(
-                grown.tokens[i, :count], grown.parents[i, :count], grown.probabilities[i, :count]
-            )
-            state = self._requests[request.request_id]
-            state.drafted = tree.tokens, tree.parents, grown.groups[i, :count]
-            trees.append(tree)
+        for i, request in enumerate(requests):
+            tree = grown.tree(i)
+            self.calibration.drafted(request.request_id, tree)
+            trees.append(DraftTree(*tree[:3]))
         return trees
 
     def finish(self, request_id: str) -> None:
         """Forget a request."""
         self._requests.pop(request_id, None)
+        self.calibration.forget(request_id)
 
     def learned(self) -> dict[str, Learned]:
         """See `Proposer.learned`: the tables and the calibration."""
         tables = {name: table.copy() for name, table in self.tables._asdict().items()}
         tables["first_successors"] = self.first_successors.copy()
-        return {**tables, "hits": self.hits.copy(), "trials": self.trials.copy()}
+        return tables | self.calibration.learned()
 
     def restore(self, arrays: Mapping[str, Learned]) -> None:
         """See `Proposer.restore`."""
@@ -301,7 +282,7 @@ class TokenRecycling(Proposer):
         check_array(
             "first_successors", firsts, self.first_successors.shape, np.int32, 0, np.iinfo(np.int32).max
         )
-        restore_counts(arrays, self.hits, self.trials, PRIOR_TRIALS, FADE)
+        self.calibration.restore(arrays)
         self.first_successors[...] = firsts
         self._guesses = self._most_frequent(np.flatnonzero(firsts))
         for name, table in tables.items():
@@ -310,21 +291,4 @@ class TokenRecycling(Proposer):
     def warm_up(self) -> None:
         """Compile what would else stall the first request."""
         # A small one of the same types; numba's compiled code is shared by all.
-        twin = type(self)(2, *self._arguments)
-        tokens = np.zeros(2, np.int32)
-        sampling = Sampling(temperature=0.0, top_p=1.0, top_k=0, min_p=0.0, seed=None)
-        request = Request("", tokens, 2, budget_tokens=1, max_depth=1, sampling=sampling)
-        twin.start(request)
-        twin.propose([request])
-        twin.observe(
-            VerifiedRows(
-                [""],
-                np.array([0, 1], np.int32),
-                tokens[:1],
-                np.array([-1], np.int32),
-                np.array([True]),
-                np.zeros((1, self.verified_top_k), np.int32),
-                np.zeros((1, self.verified_top_k), np.float32),
-                [[0]],
-            )
-        )
+        practise(type(self)(2, *self._arguments), np.zeros(3, np.int32))

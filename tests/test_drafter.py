@@ -434,13 +434,13 @@ def test_a_proposer_that_took_over_a_part_is_made_anew(folder: Path, monkeypatch
     drafter.close()
 
     def half(self: TokenRecycling, arrays: Any) -> None:
-        self.hits[...] = 0
+        self.calibration.hits[...] = 0
         raise ValueError("the rest is bad")
 
     monkeypatch.setattr(TokenRecycling, "restore", half)
     drafter = loaded(state_dir=str(folder))
     assert isinstance(drafter.proposer, TokenRecycling)
-    assert (drafter.proposer.hits == TokenRecycling(VOCAB).hits).all()
+    assert (drafter.proposer.calibration.hits == TokenRecycling(VOCAB).calibration.hits).all()
     learn(drafter)
     drafter.close()
     assert drafter.counters()["state_saves"] == 2  # the new one's too: both count in one file

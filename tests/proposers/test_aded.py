@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_ext.kernels.best_first_tree_numba import mix
-from vllm_ext.proposers import aded
+from vllm_ext.proposers import aded, calibration
 from vllm_ext.proposers.aded import Aded, AdedOptions
 from vllm_ext.proposers.base import Request, Sampling, VerifiedRows
 from vllm_ext.proposers.tree import DraftTree
@@ -121,10 +121,12 @@ def test_trees_are_the_most_probable_paths_of_all(
 ) -> None:
     """Brute force: all paths, each the product of its pairs' estimates, sorted."""
     one = Aded(VOCAB, 1)
-    one.hits[:] = one.trials * np.random.default_rng(seed).random(one.hits.shape)
+    one.calibration.hits[:] = one.calibration.trials * np.random.default_rng(seed).random(
+        one.calibration.hits.shape
+    )
     learn(one, text)
     tree = draft(one, text[-2:], budget=budget, depth=depth)
-    estimates = one.estimates
+    estimates = one.calibration.estimates
     every: dict[tuple[int, ...], float] = {}
 
     def visit(path: tuple[int, ...], chance: float) -> None:
@@ -134,7 +136,9 @@ def test_trees_are_the_most_probable_paths_of_all(
         total = np.float32(sum(found.values()))
         for token, weight in found.items():
             share = sum(bool(np.float32(weight) / total > bound) for bound in aded.SHARES)
-            every[(*path, token)] = chance * float(estimates[share, min(len(path), aded.NUM_DEPTHS - 1)])
+            every[(*path, token)] = chance * float(
+                estimates[share, min(len(path), calibration.NUM_DEPTHS - 1)]
+            )
             visit((*path, token), every[(*path, token)])
 
     visit((), 1.0)
@@ -176,7 +180,7 @@ def test_estimates_converge_to_the_true_frequencies() -> None:
     drafted = paths(one.propose([asked])[0])
     # A fading mean of n trials has the variance p (1 - p) (1 - fade) / (1 + fade): 4 sigma.
     for token, frequency in ((3, 0.55), (4, 0.3)):
-        sigma = (frequency * (1 - frequency) * (1 - aded.FADE) / (1 + aded.FADE)) ** 0.5
+        sigma = (frequency * (1 - frequency) * (1 - calibration.FADE) / (1 + calibration.FADE)) ** 0.5
         assert drafted[token,] == pytest.approx(frequency, abs=4 * sigma)
 
 

@@ -15,7 +15,8 @@ from pydantic import ValidationError
 from vllm_ext.kernels.fuse_trees import fuse_trees
 from vllm_ext.kernels.fuse_trees_ref import fuse_trees_ref
 from vllm_ext.proposers.base import MethodOptions, Proposer, Request, Sampling, VerifiedRows
-from vllm_ext.proposers.hybrid import BOUNDS, NUM_DEPTHS, Hybrid, HybridOptions
+from vllm_ext.proposers.calibration import NUM_DEPTHS
+from vllm_ext.proposers.hybrid import BOUNDS, Hybrid, HybridOptions
 from vllm_ext.proposers.tree import DraftTree
 
 GREEDY = Sampling(temperature=0.0, top_p=1.0, top_k=0, min_p=0.0, seed=None)
@@ -160,17 +161,17 @@ def test_a_tree_is_judged_once_and_forgotten_with_its_request() -> None:
     hybrid = Hybrid([part])
     hybrid.propose([request()])
     hybrid.observe(verified([]))  # an unfinished prompt says nothing
-    before = hybrid.trials.sum()
+    before = hybrid.calibration.trials.sum()
     hybrid.observe(verified([5]))
-    after = hybrid.trials.sum()
+    after = hybrid.calibration.trials.sum()
     assert after > before
     hybrid.observe(verified([5]))
-    assert hybrid.trials.sum() == after
+    assert hybrid.calibration.trials.sum() == after
     hybrid.propose([request()])
     hybrid.finish("r")
     hybrid.finish("never seen")
     hybrid.observe(verified([5]))
-    assert hybrid.trials.sum() == after
+    assert hybrid.calibration.trials.sum() == after
     assert part.finished == ["r", "never seen"]
 
 
@@ -186,15 +187,15 @@ def test_each_drafter_sees_as_many_logits_as_it_asked_for() -> None:
 def test_there_is_a_group_for_every_set_of_drafters_in_a_byte() -> None:
     most = HybridOptions.model_json_schema()["properties"]["drafters"]["maxItems"]
     assert ((1 << most) - 1) * (len(BOUNDS) + 1) <= 256
-    assert Hybrid([Scripted(DraftTree.empty())] * most).estimates.shape[2] == NUM_DEPTHS
+    assert Hybrid([Scripted(DraftTree.empty())] * most).calibration.estimates.shape[2] == NUM_DEPTHS
 
 
 def test_warm_up_changes_nothing() -> None:
     hybrid = Hybrid([Scripted(DraftTree.empty())])
-    before = hybrid.hits.copy(), hybrid.trials.copy()
+    before = hybrid.calibration.hits.copy(), hybrid.calibration.trials.copy()
     hybrid.warm_up()
-    assert (hybrid.hits == before[0]).all()
-    assert (hybrid.trials == before[1]).all()
+    assert (hybrid.calibration.hits == before[0]).all()
+    assert (hybrid.calibration.trials == before[1]).all()
 
 
 def test_options_make_the_drafters() -> None:

@@ -263,8 +263,8 @@ def test_the_classes_of_a_copy_and_of_edits() -> None:
         if "r" not in one._requests:
             one.start(asked)
         one.propose([asked])
-        tokens, _, groups = one._requests["r"].drafted or ([], [], [])
-        return {(t, *divmod(g, len(LENGTHS) + 1)) for t, g in zip(tokens, groups, strict=True)}
+        tree = one.calibration._drafted["r"]
+        return {(t, *divmod(g, len(LENGTHS) + 1)) for t, g in zip(tree.tokens, tree.groups, strict=True)}
 
     assert classes(10) == {(11, UNIQUE, 0)}
     assert classes(10, 11, 12, 13) == {(14, UNIQUE, 3)}

@@ -266,9 +266,9 @@ def test_nothing_is_left_of_finished_requests(name: str) -> None:
     run(drafter, Target(7), [1, 2, 3], sampling(0.9))
     assert drafter._requests == {}
     drafter.finish("never seen")
-    before = drafter.trials.copy()
+    before = drafter.calibration.trials.copy()
     drafter.observe(Target(7).verify("r", [1, 2], DraftTree.empty(), sampling(0.0), width_of(drafter)))
-    assert (drafter.trials == before).all()
+    assert (drafter.calibration.trials == before).all()
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -284,12 +284,12 @@ def test_each_tree_is_judged_once_and_by_the_emitted_tokens(name: str) -> None:
     none = nothing[:, 0] if nothing.shape[1] else np.zeros(0, np.int32)
 
     def emit(emitted: list[int]) -> tuple[float, float]:
-        hits, trials = drafter.hits.sum(), drafter.trials.sum()
+        hits, trials = drafter.calibration.hits.sum(), drafter.calibration.trials.sum()
         rows = VerifiedRows(
             ["r"], np.zeros(2, np.int32), none, none, none > 0, nothing, nothing.astype(np.float32), [emitted]
         )
         drafter.observe(rows)
-        return drafter.hits.sum() - hits, drafter.trials.sum() - trials
+        return drafter.calibration.hits.sum() - hits, drafter.calibration.trials.sum() - trials
 
     assert emit([]) == (0, 0)  # an unfinished prompt: nothing is known of it yet
     hits, trials = emit(tree.tokens.tolist())
@@ -303,8 +303,8 @@ def test_each_tree_is_judged_once_and_by_the_emitted_tokens(name: str) -> None:
 @pytest.mark.parametrize("name", METHODS)
 def test_the_prior_is_a_chance(name: str) -> None:
     drafter: Any = make(name)
-    assert ((drafter.estimates > 0) & (drafter.estimates < 1)).all()
-    groups = drafter.estimates[0] if name == "stand" else drafter.estimates
+    assert ((drafter.calibration.estimates > 0) & (drafter.calibration.estimates < 1)).all()
+    groups = drafter.calibration.estimates[0] if name == "stand" else drafter.calibration.estimates
     assert groups.size / groups.shape[-1] <= 256  # a group is a byte
 
 
@@ -331,7 +331,7 @@ def test_warm_up_leaves_no_trace_and_compiles_all(name: str) -> None:
     drafter.warm_up()
     untouched: Any = make(name, 100)
     for field in ("hits", "trials"):
-        assert (getattr(drafter, field) == getattr(untouched, field)).all()
+        assert (getattr(drafter.calibration, field) == getattr(untouched.calibration, field)).all()
     if hasattr(drafter, "table"):
         assert not drafter.table.keys.any()
     assert drafter._requests == {}

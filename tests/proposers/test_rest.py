@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from vllm_ext import config
 from vllm_ext.kernels import suffix_array_ref as ref
 from vllm_ext.kernels.suffix_array import find
-from vllm_ext.proposers import rest
+from vllm_ext.proposers import calibration
 from vllm_ext.proposers.base import Request, Sampling, VerifiedRows
 from vllm_ext.proposers.datastore import Datastore, Header, Segment, SegmentInfo
 from vllm_ext.proposers.rest import EVIDENCE, LENGTHS, SHARES, Rest, RestOptions
@@ -182,8 +182,8 @@ def test_trees_equal_the_reference_in_any_number_of_segments(
     parts = [part for part in (corpus[i::num_parts] for i in range(num_parts)) if part]
     proposer = Rest(store_of(*parts, vocab=SMALL), max_match=4, min_match=1, max_continuation=3)
     rng = np.random.default_rng(seed)
-    proposer.trials[:] = 1.0
-    proposer.hits[:] = rng.choice([0.0, 0.25, 0.5, 0.7, 1.0], proposer.hits.shape)
+    proposer.calibration.trials[:] = 1.0
+    proposer.calibration.hits[:] = rng.choice([0.0, 0.25, 0.5, 0.7, 1.0], proposer.calibration.hits.shape)
     tree = propose(proposer, request(context, budget, depth, chain=chain))[0]
 
     found = [ref.find_ref([SMALL, *text, SMALL], SMALL, context[-4:]) for text in corpus]
@@ -196,7 +196,7 @@ def test_trees_equal_the_reference_in_any_number_of_segments(
     ]
     level = sum(length > bound for bound in LENGTHS)
     expected = ref.grow_tree_ref(
-        rows, level, proposer.estimates, SHARES, EVIDENCE.tolist(), budget, depth, chain
+        rows, level, proposer.calibration.estimates, SHARES, EVIDENCE.tolist(), budget, depth, chain
     )
     drafted = list(zip(tree.tokens.tolist(), tree.parents.tolist(), tree.probabilities.tolist(), strict=True))
     assert drafted == ([node[:3] for node in expected] if length else [])
@@ -257,18 +257,18 @@ def test_estimates_converge_to_the_true_frequencies() -> None:
     tree = draft(proposer, [1, 2])
     assert tree.tokens.tolist() == [4, 3]
     for frequency, estimate in zip((0.6, 0.3), tree.probabilities.tolist(), strict=True):
-        sigma = (frequency * (1 - frequency) * (1 - rest.FADE) / (1 + rest.FADE)) ** 0.5
+        sigma = (frequency * (1 - frequency) * (1 - calibration.FADE) / (1 + calibration.FADE)) ** 0.5
         assert estimate == pytest.approx(frequency, abs=4 * sigma)
 
 
 def test_each_tree_is_judged_once_and_finished_requests_are_forgotten() -> None:
     proposer = Rest(store_of([[1, 2, 3]]))
-    before = proposer.trials.sum()
+    before = proposer.calibration.trials.sum()
     draft(proposer, [1, 2])
     emit(proposer, [])  # a prompt that is not complete
-    assert proposer.trials.sum() == before
+    assert proposer.calibration.trials.sum() == before
     emit(proposer, [3])
-    once = proposer.trials.sum()
+    once = proposer.calibration.trials.sum()
     assert once == pytest.approx(before + 1, abs=0.1)
     emit(proposer, [3])
     draft(proposer, [1, 2])
@@ -278,19 +278,19 @@ def test_each_tree_is_judged_once_and_finished_requests_are_forgotten() -> None:
     draft(proposer, [1, 2])
     draft(proposer, [7, 8])  # no match: the tree before is not judged by what follows this
     emit(proposer, [3])
-    assert proposer.trials.sum() == once
+    assert proposer.calibration.trials.sum() == once
 
 
 def test_warm_up_leaves_no_trace() -> None:
     proposer = Rest(store_of([[1, 2, 3]]))
-    trials, hits = proposer.trials.copy(), proposer.hits.copy()
+    trials, hits = proposer.calibration.trials.copy(), proposer.calibration.hits.copy()
     proposer.warm_up()
-    assert (proposer.trials == trials).all()
-    assert (proposer.hits == hits).all()
-    assert proposer._drafted == {}
+    assert (proposer.calibration.trials == trials).all()
+    assert (proposer.calibration.hits == hits).all()
+    assert proposer.calibration._drafted == {}
     assert proposer.memory_bytes == trials.nbytes + hits.nbytes
     assert proposer.verified_top_k == 0
-    assert len(proposer.estimates) <= 256  # groups are bytes
+    assert len(proposer.calibration.estimates) <= 256  # groups are bytes
 
 
 def test_options(tmp_path: Path) -> None:

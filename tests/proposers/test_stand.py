@@ -110,8 +110,8 @@ def test_rows_of_unknown_requests_and_of_other_roots_teach_their_last_token_only
 
 def test_the_temperature_sharpens_or_flattens_the_shares() -> None:
     one = drafter(3)
-    one.hits[:] = (
-        one.trials * np.array([0.0025, *stand.SHARES])[:, None]
+    one.calibration.hits[:] = (
+        one.calibration.trials * np.array([0.0025, *stand.SHARES])[:, None]
     )  # a class's chance is its lower bound
     teach(one, [1, 2], [5, 6, 7], [0.6, 0.3, 0.1])
     for temperature in (0.5, 1.0, 2.0):
@@ -213,7 +213,7 @@ def test_a_full_table_goes_on_learning() -> None:
 def test_options_reach_the_proposer() -> None:
     one = drafter(3, max_order=2)
     assert one.verified_top_k == one.table.successors.shape[1] == 3
-    assert one.estimates.shape[1] == 2
+    assert one.calibration.estimates.shape[1] == 2
     teach(one, [1, 2, 3], [5, 6, 7], [0.9, 0.05, 0.05])
     assert int((one.table.keys != 0).sum()) == 2
     for name, value in (("memory_mb", 0), ("max_order", 5), ("table_width", 0), ("branches", "all")):

@@ -13,16 +13,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_ext.kernels import suffix_index_ref as ref
+from vllm_ext.kernels.grown_tree import GrownTree
 from vllm_ext.kernels.suffix_index import (
     OCCURRENCES,
     SEPARATOR,
     Estimates,
-    GrownTree,
     SuffixIndex,
     append,
     find,
     grow_tree,
 )
+from vllm_ext.proposers import calibration
 from vllm_ext.proposers import suffix_tree as suffix
 from vllm_ext.proposers.base import Request, Sampling, VerifiedRows
 from vllm_ext.proposers.suffix_tree import SuffixDecoding, SuffixOptions
@@ -304,7 +305,9 @@ def test_chains_have_the_whole_budget() -> None:
 @settings(deadline=None)
 def test_smaller_trees_are_prefixes_of_larger_ones(text: list[int], seed: int) -> None:
     drafter = proposer()
-    drafter.hits[:] = drafter.trials * np.random.default_rng(seed).random(drafter.hits.shape)
+    drafter.calibration.hits[:] = drafter.calibration.trials * np.random.default_rng(seed).random(
+        drafter.calibration.hits.shape
+    )
     largest = draft(drafter, request(text, 30))
     for size in range(len(largest)):
         (smaller,) = propose(drafter, request(text, size))
@@ -437,7 +440,7 @@ def test_estimates_converge_to_the_true_frequencies() -> None:
     # A fading mean of n trials has the variance p (1 - p) (1 - fade) / (1 + fade): 4 sigma.
     drafted = paths(tree)
     for token, frequency in ((2, 0.7), (3, 0.2)):
-        sigma = (frequency * (1 - frequency) * (1 - suffix.FADE) / (1 + suffix.FADE)) ** 0.5
+        sigma = (frequency * (1 - frequency) * (1 - calibration.FADE) / (1 + calibration.FADE)) ** 0.5
         assert drafted[token,] == pytest.approx(frequency, abs=4 * sigma)
     for _ in range(600):  # the stream changes
         propose(drafter, one)
@@ -460,18 +463,18 @@ def test_each_tree_is_judged_once_and_by_the_emitted_tokens() -> None:
     drafter = proposer()
     one = request([1, 2, 3, 9, 1], 2)
     draft(drafter, one)
-    trials, hits = drafter.trials.sum(), drafter.hits.sum()
+    trials, hits = drafter.calibration.trials.sum(), drafter.calibration.hits.sum()
     emit(drafter, [])  # preempted: nothing is known of it yet
-    assert drafter.trials.sum() == trials
+    assert drafter.calibration.trials.sum() == trials
     emit(drafter, [2, 5])
-    assert drafter.trials.sum() == pytest.approx(trials + 2, abs=0.1)
-    assert drafter.hits.sum() == pytest.approx(hits + 1, abs=0.1)
-    after = drafter.trials.copy()
+    assert drafter.calibration.trials.sum() == pytest.approx(trials + 2, abs=0.1)
+    assert drafter.calibration.hits.sum() == pytest.approx(hits + 1, abs=0.1)
+    after = drafter.calibration.trials.copy()
     emit(drafter, [2, 5])
     propose(drafter, one)
     drafter.finish("r")
     emit(drafter, [2, 5])
-    assert (drafter.trials == after).all()
+    assert (drafter.calibration.trials == after).all()
 
 
 # The process.
@@ -483,7 +486,7 @@ def test_warm_up_leaves_no_trace_and_compiles_all() -> None:
     drafter = proposer()
     drafter.warm_up()
     assert same(drafter.shared, SuffixIndex.empty(len(drafter.shared.log)))
-    assert (drafter.trials == suffix.PRIOR_TRIALS).all()
+    assert (drafter.calibration.trials == calibration.PRIOR_TRIALS).all()
     view = np.arange(40, dtype=np.int32).reshape(2, 20)[1, :15] % 5
     view.flags.writeable = False
     drafter.start(dataclasses.replace(request([]), tokens=view))

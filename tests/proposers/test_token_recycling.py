@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from vllm_ext.kernels import best_first_tree_ref as ref
 from vllm_ext.kernels.best_first_tree import EMPTY, SuccessorTables, grow_trees, judge_tree
-from vllm_ext.proposers import token_recycling
+from vllm_ext.proposers import calibration
 from vllm_ext.proposers.base import Request, Sampling, VerifiedRows
 from vllm_ext.proposers.token_recycling import GUESS_CLASS, SHARES, TokenRecycling, TokenRecyclingOptions
 from vllm_ext.proposers.token_recycling_template import positions
@@ -129,7 +129,7 @@ def test_options_reach_the_proposer() -> None:
     options = TokenRecyclingOptions.model_validate({"matrix_width": 3, "context_tokens": 2, "tree": "static"})
     proposer = TokenRecycling.from_options(options, VOCAB)
     assert proposer.tables.successors.shape[1] == 3
-    assert proposer.estimates.shape[0] == 2
+    assert proposer.calibration.estimates.shape[0] == 2
     with pytest.raises(ValueError, match="context_tokens"):
         TokenRecyclingOptions.model_validate({"context_tokens": 5})
 
@@ -361,7 +361,7 @@ def test_a_request_that_can_only_have_a_chain_gets_a_whole_one() -> None:
     assert [draft.is_chain for draft in drafts] == [False, True]
     assert drafts[1].tokens.tolist() == [1, 2, 3, 4, 5, 6]
     chains = TokenRecycling(VOCAB, 2, context_tokens=1, tree="chain")
-    chains.tables, chains.hits, chains.trials = proposer.tables, proposer.hits, proposer.trials
+    chains.tables, chains.calibration = proposer.tables, proposer.calibration
     chains.start(tree)
     assert propose(chains, tree)[0].tokens.tolist() == [1, 2, 3, 4, 5, 6]
 
@@ -381,13 +381,13 @@ def test_estimates_converge_to_the_true_frequencies() -> None:
         proposer.observe(rows([0], [[1, 2]], logits=[1.0, 0.0], emitted=[int(emitted)]))
     # A fading mean of n trials has the variance p (1 - p) (1 - fade) / (1 + fade): 4 sigma.
     for group, frequency in zip(groups.tolist(), (0.7, 0.2), strict=True):
-        sigma = (frequency * (1 - frequency) * (1 - token_recycling.FADE) / (1 + token_recycling.FADE)) ** 0.5
-        assert proposer.estimates[0, group, 0] == pytest.approx(frequency, abs=4 * sigma)
-    before = proposer.estimates[0, groups, 0]
+        sigma = (frequency * (1 - frequency) * (1 - calibration.FADE) / (1 + calibration.FADE)) ** 0.5
+        assert proposer.calibration.estimates[0, group, 0] == pytest.approx(frequency, abs=4 * sigma)
+    before = proposer.calibration.estimates[0, groups, 0]
     for _ in range(600):  # the stream changes
         propose(proposer, one)
         proposer.observe(rows([0], [[1, 2]], logits=[1.0, 0.0], emitted=[2]))
-    after = proposer.estimates[0, groups, 0]
+    after = proposer.calibration.estimates[0, groups, 0]
     assert after[0] < 0.1 < before[0]
     assert after[1] > 0.9 > before[1]
 
@@ -399,12 +399,12 @@ def test_unverified_nodes_are_judged_too() -> None:
     one = request([0], 3)
     proposer.start(one)
     propose(proposer, one)
-    before = proposer.trials.sum()
+    before = proposer.calibration.trials.sum()
     # Only the root was verified and its node missed the schedule, yet the output says it was right.
     proposer.observe(rows([0], [[1]], emitted=[1]))
-    assert proposer.trials.sum() == pytest.approx(before + 1, abs=0.1)
+    assert proposer.calibration.trials.sum() == pytest.approx(before + 1, abs=0.1)
     proposer.observe(rows([0], [[1]], emitted=[1]))  # each tree once
-    assert proposer.trials.sum() == pytest.approx(before + 1, abs=0.1)
+    assert proposer.calibration.trials.sum() == pytest.approx(before + 1, abs=0.1)
 
 
 def test_finished_requests_are_forgotten() -> None:
@@ -414,9 +414,9 @@ def test_finished_requests_are_forgotten() -> None:
     propose(proposer, one)
     proposer.finish("r")
     proposer.finish("never seen")
-    before = proposer.trials.copy()
+    before = proposer.calibration.trials.copy()
     proposer.observe(rows([0], [[1]], emitted=[1]))
-    assert (proposer.trials == before).all()
+    assert (proposer.calibration.trials == before).all()
 
 
 def test_warm_up_leaves_no_trace() -> None:
@@ -477,15 +477,15 @@ def test_trees_equal_the_reference(
         row = [*row, *((token, GUESS_CLASS) for token in guesses if token not in dict(row))]
         reference_rows[text[-1],] = row[:2]
     rng = np.random.default_rng(data.draw(st.integers(0, 99)))
-    proposer.trials[:] = 1.0
-    proposer.hits[:] = rng.choice([0.0, 0.25, 0.5, 0.7, 1.0], proposer.hits.shape)
+    proposer.calibration.trials[:] = 1.0
+    proposer.calibration.hits[:] = rng.choice([0.0, 0.25, 0.5, 0.7, 1.0], proposer.calibration.hits.shape)
     one = request(text, data.draw(st.integers(0, 10)), depth=data.draw(st.integers(0, 6)))
     proposer.start(one)
     tree = propose(proposer, one)[0]
     expected = ref.grow_tree_ref(
         reference_rows,
         reference_text,
-        proposer.estimates,
+        proposer.calibration.estimates,
         text[-longest:],
         one.budget_tokens,
         one.max_depth,
@@ -496,16 +496,19 @@ def test_trees_equal_the_reference(
     assert drafted == [node[:3] for node in expected]
 
     emitted = data.draw(st.lists(st.integers(0, SMALL - 1), min_size=1, max_size=6))
-    hits, trials = proposer.hits.reshape(-1, 4).copy(), proposer.trials.reshape(-1, 4).copy()
+    hits, trials = (
+        proposer.calibration.hits.reshape(-1, 4).copy(),
+        proposer.calibration.trials.reshape(-1, 4).copy(),
+    )
     for group, depth, hit in ref.judge_tree_ref(
         tree.tokens.tolist(), tree.parents.tolist(), [node[3] for node in expected], emitted
     ):
         column = min(depth, 3)
-        trials[group, column] = trials[group, column] * token_recycling.FADE + 1
-        hits[group, column] = hits[group, column] * token_recycling.FADE + hit
+        trials[group, column] = trials[group, column] * calibration.FADE + 1
+        hits[group, column] = hits[group, column] * calibration.FADE + hit
     proposer.observe(rows([text[-1]], [[0, 1]], emitted=emitted))
-    assert proposer.trials.reshape(-1, 4).tolist() == trials.tolist()
-    assert proposer.hits.reshape(-1, 4).tolist() == hits.tolist()
+    assert proposer.calibration.trials.reshape(-1, 4).tolist() == trials.tolist()
+    assert proposer.calibration.hits.reshape(-1, 4).tolist() == hits.tolist()
 
 
 @given(st.integers(0, 999), st.integers(1, 9), st.integers(1, 4))

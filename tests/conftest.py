@@ -30,6 +30,28 @@ ENGINE_OPTIONS: dict[str, Any] = {
 }
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--method",
+        help="name or JSON object: what the engine tests test in the place of Token Recycling, see scripts/matrix.sh",
+    )
+
+
+@pytest.fixture(scope="session")
+def tested_method(request: pytest.FixtureRequest) -> dict[str, Any]:
+    """The method of `tested_llm`."""
+    given: str = request.config.getoption("--method") or "token_recycling"
+    method = json.loads(given) if given.startswith("{") else {"method": given}
+    # A fixed budget: the outcome of a test depends on no clock, and every tree is verified whole.
+    return {"num_speculative_tokens": 12, "budget": "fixed", **method}
+
+
+@pytest.fixture(scope="session")
+def enough(tested_method: dict[str, Any]) -> int:
+    """Of Token Recycling's accepted drafts, what part others must have for a comparison to mean something: one in.."""
+    return 1 if tested_method["method"] == "token_recycling" else 25
+
+
 @pytest.fixture(scope="session")
 def model_dir() -> str:
     """The embedded model, unpacked for real when the cache does not hold it."""
@@ -89,17 +111,14 @@ def plain_llm(model_dir: str) -> Iterator[Any]:
 
 
 @pytest.fixture(scope="session")
-def recycling_llm(model_dir: str) -> Iterator[Any]:
-    """A float32 engine with Token Recycling."""
-    # A fixed budget: the outcome of a test depends on no clock, and every tree is verified whole.
-    yield from engine(
-        model_dir, {"method": "token_recycling", "num_speculative_tokens": 12, "budget": "fixed"}
-    )
+def tested_llm(model_dir: str, tested_method: dict[str, Any]) -> Iterator[Any]:
+    """A float32 engine with `tested_method`."""
+    yield from engine(model_dir, tested_method)
 
 
 @pytest.fixture(scope="session")
 def hybrid_llm(model_dir: str) -> Iterator[Any]:
-    """A float32 engine with the drafters that need nothing, fused: four at most, and `recycling_llm` has the fifth."""
+    """A float32 engine with the drafters that need nothing, fused: four at most, and `tested_llm` has the fifth."""
     yield from engine(
         model_dir,
         {

@@ -82,17 +82,19 @@ def compare(expected: Sequence[Any], actual: Sequence[Any]) -> None:
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-def test_option(plain_llm: Any, recycling_llm: Any, name: str) -> None:
+def test_option(plain_llm: Any, tested_llm: Any, name: str) -> None:
     prompts = own_prompts()[:4]
     expected = chat(plain_llm, prompts, 4, [OPTIONS[name]], 24)
-    compare(expected, chat(recycling_llm, prompts, 4, [OPTIONS[name]], 24))
+    compare(expected, chat(tested_llm, prompts, 4, [OPTIONS[name]], 24))
     # One request alone, in steps of another shape.
     per_prompt = OPTIONS[name].get("n", 1)
-    compare(expected[:per_prompt], chat(recycling_llm, prompts[:1], 1, [OPTIONS[name]], 24))
+    compare(expected[:per_prompt], chat(tested_llm, prompts[:1], 1, [OPTIONS[name]], 24))
 
 
-@pytest.mark.parametrize("fixture", ["recycling_llm", "hybrid_llm"])
-def test_all_options_in_one_batch(plain_llm: Any, fixture: str, request: pytest.FixtureRequest) -> None:
+@pytest.mark.parametrize("fixture", ["tested_llm", "hybrid_llm"])
+def test_all_options_in_one_batch(
+    plain_llm: Any, fixture: str, enough: int, request: pytest.FixtureRequest
+) -> None:
     """Requests with different options share steps, and none changes another's output."""
     llm = request.getfixturevalue(fixture)
     names = [name for name in OPTIONS if name != "n"]
@@ -101,11 +103,11 @@ def test_all_options_in_one_batch(plain_llm: Any, fixture: str, request: pytest.
     before = counters(llm)
     compare(chat(plain_llm, prompts, 16, options), chat(llm, prompts, 16, options))
     after = counters(llm)
-    assert after["spec_accepted_tokens"] - before["spec_accepted_tokens"] > 100
+    assert after["spec_accepted_tokens"] - before["spec_accepted_tokens"] > 100 // enough
     assert after["fallbacks:proposer_error"] == 0
 
 
-def test_json_schema_among_free_requests(plain_llm: Any, recycling_llm: Any) -> None:
+def test_json_schema_among_free_requests(plain_llm: Any, tested_llm: Any) -> None:
     structured = {
         **GREEDY,
         "structured_outputs": StructuredOutputsParams(json=json.dumps(SCHEMA)),
@@ -118,22 +120,22 @@ def test_json_schema_among_free_requests(plain_llm: Any, recycling_llm: Any) -> 
     ]
     options = [structured, GREEDY, {**structured, **SEEDED}, SEEDED]
     expected = chat(plain_llm, prompts, 4, options, 48)
-    before = counters(recycling_llm)
-    actual = chat(recycling_llm, prompts, 4, options, 48)
+    before = counters(tested_llm)
+    actual = chat(tested_llm, prompts, 4, options, 48)
     compare(expected, actual)
     for output in (actual[0], actual[2]):
         if output.finish_reason == "stop":
             assert set(json.loads(output.text)) == {"name", "age"}
     # Structured requests drafted, as chains, and said so.
-    after = counters(recycling_llm)
+    after = counters(tested_llm)
     assert after["fallbacks:structured_output_chain"] > before["fallbacks:structured_output_chain"]
 
 
-def test_second_turn_on_blocks_that_trees_wrote(plain_llm: Any, recycling_llm: Any) -> None:
+def test_second_turn_on_blocks_that_trees_wrote(plain_llm: Any, tested_llm: Any) -> None:
     """The first turn fills whole KV blocks with accepted paths; the second reads them from the prefix cache."""
     tokens = plain_llm.get_tokenizer().encode("Count from one to a hundred in words: one, two, three, four,")
     results = []
-    for llm in (plain_llm, recycling_llm):
+    for llm in (plain_llm, tested_llm):
         params = SamplingParams(**GREEDY, max_tokens=160, ignore_eos=True)
         first = llm.generate({"prompt_token_ids": tokens}, params, use_tqdm=False)[0]
         longer = [*tokens, *first.outputs[0].token_ids, *tokens]

@@ -24,9 +24,6 @@ from vllm import SamplingParams
 pytestmark = pytest.mark.engine
 
 
-METHOD = {"method": "token_recycling", "num_speculative_tokens": 12, "budget": "fixed"}
-
-
 def num_threads(worker: Any) -> int:
     import torch
 
@@ -34,14 +31,14 @@ def num_threads(worker: Any) -> int:
 
 
 @pytest.fixture(scope="module")
-def llms(slice_dir: str) -> Iterator[tuple[Any, Any]]:
+def llms(slice_dir: str, tested_method: dict[str, Any]) -> Iterator[tuple[Any, Any]]:
     """Plain in eager mode; trees compiled, and by two threads, which both attend."""
     from vllm import LLM
 
     plain = LLM(slice_dir, **ENGINE_OPTIONS)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0-1")
-        trees = LLM(slice_dir, speculative_config=METHOD, **{**ENGINE_OPTIONS, "enforce_eager": False})
+        trees = LLM(slice_dir, speculative_config=tested_method, **{**ENGINE_OPTIONS, "enforce_eager": False})
     assert trees.collective_rpc(num_threads) == [2]
     engines = plain, trees
     yield engines

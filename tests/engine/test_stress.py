@@ -17,11 +17,11 @@ BLOCK_TOKENS = 128  # vLLM's on the CPU
 
 
 @pytest.fixture(scope="module")
-def small_llm(model_dir: str) -> Iterator[Any]:
+def small_llm(model_dir: str, tested_method: dict[str, Any]) -> Iterator[Any]:
     """Sixteen requests share seventeen blocks; a step has at most 192 tokens."""
     yield from engine(
         model_dir,
-        {"method": "token_recycling", "budget": "fixed", "num_speculative_tokens": 8},
+        {**tested_method, "num_speculative_tokens": 8},
         num_gpu_blocks_override=17,
         max_num_batched_tokens=192,
     )
@@ -50,7 +50,7 @@ def preemptions(llm: Any) -> int:
     return value
 
 
-def test_preemption_chunked_prefill_joining_and_leaving(plain_llm: Any, small_llm: Any) -> None:
+def test_preemption_chunked_prefill_joining_and_leaving(plain_llm: Any, small_llm: Any, enough: int) -> None:
     inputs = prompts(plain_llm, 16)
     # Different lengths, so that requests leave and waiting ones join all the time.
     params = [SamplingParams(temperature=0, max_tokens=40 + 15 * (i % 7), ignore_eos=True) for i in range(16)]
@@ -58,7 +58,7 @@ def test_preemption_chunked_prefill_joining_and_leaving(plain_llm: Any, small_ll
     assert_same_outputs(generate(plain_llm, inputs, params), generate(small_llm, inputs, params))
     assert preemptions(small_llm) > before
     (totals,) = small_llm.collective_rpc("vllm_ext_counters")
-    assert totals["spec_accepted_tokens"] > 100
+    assert totals["spec_accepted_tokens"] > 100 // enough
     assert totals["fallbacks:proposer_error"] == 0
 
 

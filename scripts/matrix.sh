@@ -1,0 +1,20 @@
+#!/usr/bin/env bash
+# The engine tests of exactness, once for every method: about six minutes each. Arguments: methods (all), as names.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+export HF_HUB_OFFLINE=1 VLLM_CPU_KVCACHE_SPACE=${VLLM_CPU_KVCACHE_SPACE:-1}
+tests=$(printf 'tests/engine/test_%s.py ' lossless sampling_matrix invariants stress slice)
+store=$(mktemp -d)/store
+trap 'rm -rf "$(dirname "$store")"' EXIT
+for method in ${*:-token_recycling suffix_tree rest stand aded input_copy hybrid}; do
+    given=$method
+    if [ "$method" = rest ]; then
+        # English, and code: the tests' prompts ask for both.
+        model=$(.venv/bin/python -c 'from vllm_ext import demo_model; print(demo_model.ensure_model())' | tail -1)
+        .venv/bin/vllm-ext datastore build --tokenizer "$model" --output "$store" docs README.md vllm_ext tests
+        given="{\"method\": \"rest\", \"datastore\": \"$store\"}"
+    fi
+    # shellcheck disable=SC2086
+    .venv/bin/python -m pytest -q -m engine $tests tests/engine/test_state_engine.py::test_a_second_start_is_warm_and_lossless \
+        --method "$given"
+done

@@ -1,0 +1,276 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Trees sampled from a draft model leave, with their verifiers, the target's law: every decision is enumerated."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import pytest
+from enumeration import VOCAB, Model, Script, law_of, outcomes
+from scipy.stats import chisquare
+
+from vllm_ext.kernels.chance import Chance, RandomChance
+from vllm_ext.proposers.dyspec import DrawnTree, LikeliestTree
+from vllm_ext.proposers.rsd import BeamTree, BranchingTree
+from vllm_ext.proposers.sampled import ROOT, TreeBuilder, grow
+from vllm_ext.proposers.spectr import IndependentDrafts
+from vllm_ext.samplers.k_seq import k_seq
+from vllm_ext.samplers.recursive_rejection import recursive_rejection
+
+TARGET, DRAFT = Model(1), Model(2)
+LENGTH = 3
+EXACT = 1e-13
+
+
+def path_of(builder: TreeBuilder, node: int) -> list[int]:
+    path: list[int] = []
+    while node != ROOT:
+        path.append(builder.tokens[node])
+        node = builder.parents[node]
+    return path[::-1]
+
+
+def drafted(*builders: TreeBuilder, draft: Model = DRAFT) -> int:
+    """Grow by a model; returns the rounds."""
+    return grow(
+        builders,
+        lambda asked: np.stack([draft.after(path_of(builders[index], node)) for index, node in asked]),
+    )
+
+
+def verify(builder: TreeBuilder, chance: Chance, target: Model = TARGET) -> list[int]:
+    """Row 0 is the root, row i + 1 node i of the finished tree."""
+    tree = builder.tree()
+    paths: list[list[int]] = [[]]
+    for token, parent in zip(tree.tokens.tolist(), tree.parents.tolist(), strict=True):
+        paths.append([*paths[parent + 1], token])
+    return recursive_rejection(
+        np.array([0, *tree.tokens], np.int32),
+        np.array([-1, *(tree.parents + 1)], np.int32),
+        lambda row: target.after(paths[row]),
+        lambda row: tree.q[row - 1],
+        chance,
+    )[1]
+
+
+def dyspec(nodes: int, depth: int, least: float = 0.0) -> Callable[[Chance], TreeBuilder]:
+    return lambda chance: DrawnTree(nodes, depth, chance, least)
+
+
+def rsd_c(nodes: int, *branching: int) -> Callable[[Chance], TreeBuilder]:
+    return lambda chance: BranchingTree(branching, nodes, chance)
+
+
+BUILDERS = {
+    "dyspec, none": dyspec(0, 3),
+    "dyspec, one": dyspec(1, 3),
+    "dyspec, two": dyspec(2, 3),
+    "dyspec, three": dyspec(3, 2),
+    "dyspec, four": dyspec(4, 3),
+    "dyspec, all children": dyspec(9, 1),
+    "dyspec, above a value": dyspec(9, 2, 0.3),
+    "rsd_c, none": rsd_c(9),
+    "rsd_c, siblings": rsd_c(9, 2),
+    "rsd_c, all and one": rsd_c(9, 3, 1),
+    "rsd_c, one and two": rsd_c(9, 1, 2),
+    "rsd_c, cut": rsd_c(5, 2, 2),
+    "rsd_c, a chain": rsd_c(9, 1, 1, 1),
+}
+
+
+@pytest.mark.parametrize("name", BUILDERS)
+def test_the_output_has_the_targets_law(name: str) -> None:
+    def code(chance: Script) -> list[int]:
+        builder = BUILDERS[name](chance)
+        drafted(builder)
+        return verify(builder, chance)
+
+    assert law_of(code, TARGET, LENGTH) == pytest.approx(TARGET.law(LENGTH), abs=EXACT)
+
+
+@pytest.mark.parametrize(("k", "length"), [(1, 2), (2, 1), (2, 2), (3, 1)])
+def test_independent_drafts_have_the_targets_law(k: int, length: int) -> None:
+    def code(chance: Script) -> list[int]:
+        builder = IndependentDrafts(k, length, chance)
+        assert drafted(builder) <= length
+        return k_seq(
+            builder.drafts,
+            builder.nodes + 1,
+            lambda row: TARGET.after(path_of(builder, row - 1)),
+            lambda row: builder.q[row - 1],
+            chance,
+        )[1]
+
+    assert law_of(code, TARGET, LENGTH) == pytest.approx(TARGET.law(LENGTH), abs=1e-9)
+
+
+def test_a_dyspec_tree_that_is_cut_by_what_was_drawn_is_biased() -> None:
+    def code(chance: Script) -> list[int]:
+        builder = DrawnTree(4, 3, chance)
+        drafted(builder)
+        tree = builder.tree()
+        depth = int((tree.parents == ROOT).sum())  # of the children only, for short
+        chances = [DRAFT.rows[0][token] for token in tree.tokens[:depth]]
+        builder._num_nodes = sum(np.cumprod(np.array(chances) > 0.2))
+        return verify(builder, chance)
+
+    assert np.abs(law_of(code, TARGET, LENGTH) - TARGET.law(LENGTH)).max() > 0.005
+
+
+class Keyed:
+    """Draws that depend on what is drawn from alone, in whatever order."""
+
+    def accepts(self, numerator: float, denominator: float) -> bool:
+        raise AssertionError
+
+    def draw(self, weights: np.ndarray) -> int:
+        return RandomChance(np.random.default_rng(list(weights.tobytes()))).draw(weights)
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize(("nodes", "depth"), [(6, 9), (12, 3), (40, 4)])
+def test_dyspec_in_layers_is_dyspec_one_at_a_time(seed: int, nodes: int, depth: int) -> None:
+    draft = Model(seed, vocab=6)
+    builder = DrawnTree(nodes, depth, Keyed())
+    rounds = drafted(builder, draft=draft)
+    # The paper's algorithm: pop, draw, push two.
+    slots: list[tuple[float, int, list[int], np.ndarray]] = [(-1.0, 0, [], draft.after([]))]
+    expected: list[tuple[list[int], float]] = []
+    numbers = itertools.count(1)
+    while slots and len(expected) < nodes:
+        value, _, path, left = heapq.heappop(slots)
+        token = Keyed().draw(left)
+        given, rest = left[token] / left.sum(), left.copy()
+        rest[token] = 0.0
+        expected.append(([*path, token], -value))
+        if len(path) + 1 < depth:
+            heapq.heappush(slots, (value * given, next(numbers), [*path, token], draft.after([*path, token])))
+        if rest.any():
+            heapq.heappush(slots, (value * (1 - given), next(numbers), path, rest))
+    kept = builder.kept()
+    assert [path_of(builder, node) for node in kept] == [path for path, _ in expected]
+    assert [builder.values[node] for node in kept] == pytest.approx([value for _, value in expected])
+    assert rounds <= max(len(path) for path, _ in expected)
+
+
+def test_a_draft_that_is_the_target_is_accepted_to_the_leftmost_leaf() -> None:
+    def code(chance: Script) -> tuple[int, int]:
+        builder = DrawnTree(4, 9, chance)
+        drafted(builder, draft=TARGET)
+        parents, node, depth = builder.tree().parents.tolist(), ROOT, 0
+        while node in parents:
+            node, depth = parents.index(node), depth + 1
+        return len(verify(builder, chance)), depth + 1
+
+    for (emitted, depth), weight in outcomes(code):
+        assert emitted == depth or weight < EXACT
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("nodes", [1, 3, 8, 30])
+def test_the_likeliest_nodes(seed: int, nodes: int) -> None:
+    draft = Model(seed, vocab=5)
+    builder = LikeliestTree(nodes, 3, width=nodes)
+    assert drafted(builder, draft=draft) <= 3
+    best = builder.kept()
+    every = {
+        path: float(np.prod([draft.after(path[:place])[path[place]] for place in range(len(path))]))
+        for length in (1, 2, 3)
+        for path in itertools.product(range(5), repeat=length)
+    }
+    assert sorted((builder.values[node] for node in best), reverse=True) == pytest.approx(
+        sorted(every.values(), reverse=True)[:nodes]
+    )
+    paths = [tuple(path_of(builder, node)) for node in best]
+    assert len(set(paths)) == nodes
+    assert all(path[:-1] in paths[:place] or len(path) == 1 for place, path in enumerate(paths))
+
+
+def test_the_width_bounds_what_is_asked_for() -> None:
+    asked: list[int] = []
+    builder = LikeliestTree(30, 4, width=2)
+    draft = Model(0, vocab=5)
+
+    def answer(wanted: Sequence[tuple[int, int]]) -> np.ndarray:
+        asked.append(len(wanted))
+        return np.stack([draft.after(path_of(builder, node)) for _, node in wanted])
+
+    grow([builder], answer)
+    assert asked == [1, 2, 2, 2]
+
+
+def test_requests_grow_side_by_side() -> None:
+    chances = [RandomChance(np.random.default_rng(seed)) for seed in (1, 2, 1)]
+    builders: list[TreeBuilder] = [
+        DrawnTree(6, 4, chances[0]),
+        BranchingTree((2, 1), 9, chances[1]),
+        LikeliestTree(0, 4, 2),
+    ]
+    alone = DrawnTree(6, 4, chances[2])
+    rounds = drafted(alone)
+    assert drafted(*builders) == max(rounds, 2)
+    assert builders[0].tokens == alone.tokens
+    assert builders[2].tokens == []
+
+
+def test_stochastic_beams_are_sequences_drawn_without_replacement() -> None:
+    rng, draws = np.random.default_rng(0), 20_000
+    counts: dict[tuple[tuple[int, ...], ...], int] = {}
+    for _ in range(draws):
+        builder = BeamTree(2, 2, 99, rng)
+        drafted(builder)
+        key = tuple(
+            tuple(path_of(builder, node)) for node in range(len(builder.tokens)) if builder.depth(node) == 2
+        )
+        counts[key] = counts.get(key, 0) + 1
+    p = DRAFT.law(2)
+    pairs = [
+        (first, second)
+        for first in itertools.product(range(VOCAB), repeat=2)
+        for second in itertools.product(range(VOCAB), repeat=2)
+        if first != second
+    ]
+    expected = np.array([p[first] * p[second] / (1 - p[first]) for first, second in pairs]) * draws
+    observed = np.array([counts.get(pair, 0) for pair in pairs])
+    assert observed.sum() == draws
+    assert expected.min() > 5
+    assert chisquare(observed, expected).pvalue > 1e-4
+
+
+def test_stochastic_beams_have_the_targets_law() -> None:
+    rng, draws = np.random.default_rng(1), 30_000
+    counts = np.zeros((VOCAB, VOCAB))
+    chance = RandomChance(np.random.default_rng(2))
+    lengths = 0
+    for _ in range(draws):
+        builder = BeamTree(2, 2, 99, rng)
+        drafted(builder)
+        for parent in range(ROOT, len(builder.tokens)):
+            psi = [builder.psi[node] for node, above in enumerate(builder.parents) if above == parent]
+            assert psi == sorted(psi, reverse=True)
+            if psi and parent != ROOT:
+                assert psi[0] <= builder.psi[parent] + 1e-9
+        emitted = verify(builder, chance)
+        lengths += len(emitted)
+        if len(emitted) == 1:
+            emitted.append(chance.draw(TARGET.after(emitted)))
+        counts[tuple(emitted[:2])] += 1
+    assert lengths > 2 * draws  # that it means something
+    assert chisquare(counts.reshape(-1), TARGET.law(2).reshape(-1) * draws).pvalue > 1e-4
+
+
+def test_a_beam_of_one_is_a_chain() -> None:
+    builder = BeamTree(1, 4, 99, np.random.default_rng(0))
+    assert drafted(builder) == 4
+    assert builder.parents == [-1, 0, 1, 2]
+    builder = BeamTree(3, 4, 5, np.random.default_rng(0))
+    drafted(builder)
+    assert len(builder.tokens) == 5
+    never = Model(0)
+    never.rows = np.array([[1.0, 0.0, 0.0]] * VOCAB)  # nothing else can be drawn
+    builder = BeamTree(3, 2, 99, np.random.default_rng(0))
+    drafted(builder, draft=never)
+    assert builder.tokens == [0, 0]

@@ -196,6 +196,6 @@ class Hybrid(Proposer):
         token, root, chance = np.zeros(1, np.int32), np.full(1, -1, np.int32), np.ones(1, np.float32)
         start = np.array([0, 1], np.int32)
         tree = fuse_trees(token, root, chance, start, self.calibration.estimates, BOUNDS, budget=1)
-        spare = Calibration(np.ones(1))
+        spare = Calibration(self.calibration.estimates[..., 0].astype(np.float64))
         spare.drafted("", tree)
         spare.judge([""], [[0]])

@@ -3,7 +3,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -225,3 +229,18 @@ def test_options_make_the_drafters() -> None:
 def test_what_it_refuses(drafters: list[Any], says: str) -> None:
     with pytest.raises(ValidationError, match=says):
         HybridOptions.model_validate({"drafters": drafters})
+
+
+def test_warm_up_and_a_step_write_nothing_out_of_bounds(tmp_path: Path) -> None:
+    """Compiled loops check no bounds: here they do."""
+    program = """
+import numpy as np
+from vllm_ext.proposers.base import practise
+from vllm_ext.proposers.hybrid import Hybrid, HybridOptions
+for drafters in (["token_recycling", "suffix_tree"], ["suffix_tree", "stand", "aded", "input_copy"]):
+    hybrid = Hybrid.from_options(HybridOptions(drafters=drafters), 50)
+    hybrid.warm_up()
+    practise(hybrid, np.array([1, 2, 3, 1, 2, 3, 1, 2], np.int32))
+"""
+    environment = {**os.environ, "NUMBA_BOUNDSCHECK": "1", "NUMBA_CACHE_DIR": str(tmp_path)}
+    subprocess.run([sys.executable, "-c", program], env=environment, check=True)

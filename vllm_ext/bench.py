@@ -114,7 +114,7 @@ def _divergences(engine: Engine, plain: Engine, prompts: Sequence[EncodedPrompt]
                 top_gap=inf,
             )
             if divergence.plain_token is not None and divergence.method_token is not None:
-                top = plain.top_logprobs(prompt.token_ids + expected[:position])
+                top = plain.top_logprobs(prompt.token_ids + expected[:position], position > 0)
                 (first_token, first), (_, second) = list(top.items())[:2]
                 divergence = replace(
                     divergence,

@@ -105,16 +105,27 @@ class Engine:
         wall_s = time.perf_counter() - started_s
         self.rounds.append(Round(answers, wall_s, self._drafts.take(), self._take_draft_s()))
 
-    def top_logprobs(self, token_ids: Sequence[int]) -> dict[int, float]:
-        """Log-probabilities of the likeliest next tokens, best first."""
+    def top_logprobs(self, token_ids: Sequence[int], decoded: bool) -> dict[int, float]:
+        """Log-probabilities of the likeliest next tokens, best first.
+
+        Args:
+            token_ids: what is before them.
+            decoded: the last of these was put out, and is put out again, in a step of its own: in 16 bits what comes
+                next depends on how many tokens a step has.
+        """
         key = tuple(token_ids)
         if key not in self._top_logprobs:
-            self._add_request(list(token_ids), 1, TOP_LOGPROBS)
-            found: dict[int, float] = {}
+            prompt = list(token_ids[:-1] if decoded else token_ids)
+            self._add_request(prompt, 1 + decoded, TOP_LOGPROBS)
+            tokens: list[int] = []
+            positions: list[Any] = []
             while self._engine.has_unfinished_requests():
                 for output in self._engine.step():
-                    for token, entry in output.outputs[0].logprobs[0].items():
-                        found[token] = entry.logprob
+                    tokens += output.outputs[0].token_ids
+                    positions += output.outputs[0].logprobs or ()
+            if decoded and (tokens[0] != token_ids[-1] or len(tokens) == 1):
+                return self.top_logprobs(token_ids, False)  # it was a near tie itself
+            found = {token: entry.logprob for token, entry in positions[-1].items()}
             self._top_logprobs[key] = dict(sorted(found.items(), key=lambda item: -item[1]))
         return self._top_logprobs[key]
 

@@ -197,15 +197,15 @@ def expected(plain_llm: Any) -> list[list[int]]:
     return run(plain_llm, own_prompts())
 
 
-def test_rows_positions_and_growth(tested_llm: Any, expected: list[list[int]]) -> None:
+def test_rows_positions_and_growth(tested_llm: Any, expected: list[list[int]], enough: int) -> None:
     tested_llm.collective_rpc(watch_rows)
     try:
         assert_same_outputs(expected, run(tested_llm, own_prompts()))
         (seen,) = tested_llm.collective_rpc(read, args=("seen",))
     finally:
         tested_llm.collective_rpc(unwrap)
-    assert seen["branching"] > 50
-    assert seen["rows"] > 5 * seen["steps"]
+    assert seen["branching"] > 50 // enough
+    assert seen["rows"] > seen["steps"] * (5 if enough == 1 else 1)
 
 
 def test_the_cache_holds_what_plain_decoding_computes(plain_llm: Any, tested_llm: Any) -> None:

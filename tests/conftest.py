@@ -101,7 +101,8 @@ def engine(model_dir: str, method: dict[str, Any] | None = None, **options: Any)
 
     llm = LLM(model_dir, speculative_config=method, **{**ENGINE_OPTIONS, **options})
     yield llm
-    llm.llm_engine.engine_core.shutdown()
+    # Time to save what it has learnt, also beside other engines: vLLM gives a script's engine five seconds.
+    llm.llm_engine.engine_core.shutdown(timeout=30)
 
 
 @pytest.fixture(scope="session")

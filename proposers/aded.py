@@ -21,7 +21,6 @@ Deviations, all ours:
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
@@ -40,7 +39,7 @@ from vllm_ext.kernels.ngram_table import (
 from vllm_ext.proposers.base import MethodOptions, Proposer, Request, VerifiedRows, practise
 from vllm_ext.proposers.calibration import Calibration
 from vllm_ext.proposers.learned import Learned, check_names, restore_table
-from vllm_ext.proposers.tree import DraftTree, Float32, Int32
+from vllm_ext.proposers.tree import DraftTree, Float32
 
 PAIR = 2  # tokens of a context
 WIDTH = 12  # successors kept for each pair
@@ -66,13 +65,6 @@ class AdedOptions(MethodOptions):
     )
 
 
-@dataclass(slots=True)
-class _Request:
-    """What is remembered of a request from step to step."""
-
-    num_recorded: int = 0  # tokens whose text is in the table
-
-
 class Aded(Proposer):
     """Trees of tri-grams.
 
@@ -92,7 +84,7 @@ class Aded(Proposer):
         self.table = NgramTable.of_size(memory_mb * 10**6, WIDTH)
         middle = (np.array([0.0, *SHARES]) + np.array([*SHARES, 1.0])) / 2
         self.calibration = Calibration(TRUST * middle)
-        self._requests: dict[str, _Request] = {}
+        self._requests: dict[str, int] = {}  # tokens whose text is in the table
 
     @classmethod
     def from_options(cls, options: AdedOptions, vocab_size: int) -> Aded:
@@ -106,14 +98,15 @@ class Aded(Proposer):
 
     def start(self, request: Request) -> None:
         """Record the prompt."""
-        self._requests[request.request_id] = state = _Request()
-        self._record(state, request.tokens)
+        self._requests[request.request_id] = 0
+        self._record(request)
 
-    def _record(self, state: _Request, tokens: Int32) -> None:
+    def _record(self, request: Request) -> None:
         """Record what is new of the text: each position once, whatever the scheduler did meanwhile."""
-        new = np.array(tokens[max(state.num_recorded - PAIR, 0) :], np.int32)
+        recorded = self._requests[request.request_id]
+        new = np.array(request.tokens[max(recorded - PAIR, 0) :], np.int32)
         record_text(self.table, new, PAIR, STEP, CAP, self.vocab_size)
-        state.num_recorded = len(tokens)
+        self._requests[request.request_id] = len(request.tokens)
 
     def observe(self, rows: VerifiedRows) -> None:
         """Judge the trees of the last `propose`."""
@@ -122,7 +115,7 @@ class Aded(Proposer):
     def propose(self, requests: Sequence[Request]) -> list[DraftTree]:
         """Record what has come, and expand each request's last pair."""
         for request in requests:
-            self._record(self._requests[request.request_id], request.tokens)
+            self._record(request)
         classes = Classes(self.calibration.estimates[None], SHARES)
         trees = []
         for request in requests:

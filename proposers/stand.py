@@ -161,6 +161,7 @@ class Stand(Proposer):
     def propose(self, requests: Sequence[Request]) -> list[DraftTree]:
         """Grow each request's tree from its root."""
         estimates = self.calibration.estimates
+        groups_of_a_mode = estimates[0, ..., 0].size
         trees = []
         for request in requests:
             state = self._requests[request.request_id]
@@ -180,7 +181,7 @@ class Stand(Proposer):
                 request.max_depth,
                 request.chain,
             )
-            groups = tree.groups + np.uint8(state.mode * estimates[0, ..., 0].size)
+            groups = tree.groups + np.uint8(state.mode * groups_of_a_mode)
             self.calibration.drafted(request.request_id, tree._replace(groups=groups))
             trees.append(DraftTree(*tree[:3]))
         return trees

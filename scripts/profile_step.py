@@ -89,6 +89,7 @@ def alternate_shapes(worker: Any, nodes: int) -> None:
     def propose(requests: Any) -> list[DraftTree]:
         nonlocal turn
         turn += 1
+        runner.drafter.chain_reason = None if turn % 2 == 0 else "for vLLM's own kernel"
         vocab = runner.drafter.proposer.vocab_size
         drafts = random.choice(vocab, (len(requests), nodes), replace=False).astype(np.int32)
         return [DraftTree(tokens, shapes[turn % 2].astype(np.int32), falling) for tokens in drafts]

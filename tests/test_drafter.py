@@ -219,6 +219,24 @@ def test_rows_of_a_mixed_batch(drafter: Drafter, recorder: Recorder) -> None:
     }
 
 
+def test_placeholders_are_nobodys_drafts(drafter: Drafter, recorder: Recorder) -> None:
+    """vLLM fills up the step of a prompt that is cached but for one token."""
+    drafter.budget = GoodputBudget(3)
+    runner = Runner(
+        {"new": ([1, 3], [4], params()), "old": ([1], [5, 7], params())}, [[3, -1, -1, -1], [5, 11]]
+    )
+    drafter.proposed["old"] = recorder.draft
+    step(drafter, runner, [3, 1], [[4], [7]])
+    (rows,) = recorder.rows
+    assert rows.row_start.tolist() == [0, 1, 3]
+    assert rows.tokens.tolist() == [3, 5, 11]
+    assert rows.parents.tolist() == [-1, -1, 0]
+    assert rows.top_ids[:, 0].tolist() == [10, 14, 15]
+    counters = drafter.counters()
+    assert counters["spec_draft_tokens"] == 1
+    assert counters["fallbacks:proposer_error"] == 0
+
+
 @pytest.mark.parametrize(
     ("prompt", "output", "max_tokens", "budget"),
     [

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention over draft trees: vLLM's own backend for every row that is not one, our kernel for those that are.
+"""Attention over draft trees: our kernel for these, vLLM's own backend for other rows.
 
 The metadata of a step with trees carries a ``TreeMetadata``; without one the backends below are vLLM's own.
 """
@@ -7,7 +7,7 @@ The metadata of a step with trees carries a ``TreeMetadata``; without one the ba
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from vllm.v1.attention.backend import AttentionType
@@ -31,6 +31,8 @@ class TreeMetadata:
 class TreeAttention:
     """Mixin in front of a stock attention implementation."""
 
+    # Whether chains and requests without drafts go by our kernel too, prompts left out.
+    takes_decoding: ClassVar[bool] = False
     scale: float
     attn_type: str
 

@@ -275,20 +275,24 @@ class Drafter:
         return {} if self._counters is None else self._counters.totals()
 
     def _observe(self, runner: Any, trees: StepTrees, sampled: list[list[int]]) -> None:
-        num_rows = np.diff(trees.row_start)
         accepted = trees.parents < 0
         for start, path, tokens in zip(trees.row_start.tolist(), trees.accepted, sampled, strict=False):
             accepted[[start + row for row in path[: len(tokens)]]] = True
+        # Where a prompt has one token that is not cached vLLM fills its rows up, as if it had drafts.
+        real = trees.tokens >= 0
+        num_rows = np.add.reduceat(real, trees.row_start[:-1], dtype=np.int32)
         top, self._top = self._top, None
         if top is not None or not self.proposer.verified_top_k:
+            top_ids, top_logits = (top[0][real], top[1][real]) if top else (_NO_TOP_IDS, _NO_TOP_LOGITS)
             self.proposer.observe(
                 VerifiedRows(
                     runner.input_batch.req_ids,
-                    trees.row_start,
-                    trees.tokens,
-                    trees.parents,
-                    accepted,
-                    *(top or (_NO_TOP_IDS, _NO_TOP_LOGITS)),
+                    np.concatenate([[0], num_rows.cumsum()]).astype(np.int32),
+                    trees.tokens[real],
+                    trees.parents[real],
+                    accepted[real],
+                    top_ids,
+                    top_logits,
                     emitted=sampled,
                 )
             )

@@ -143,29 +143,32 @@ class SpeculativeRunner:
         """vLLM's metadata, marked with the step's trees."""
         metadata, common = super()._build_attention_metadata(*args, **kwargs)  # type: ignore[misc]
         trees = self.step_trees
-        if trees is not None and trees.branching and isinstance(metadata, dict):
+        if trees is not None and isinstance(metadata, dict) and self.drafter.chain_reason is None:
             runner: Any = self
             for groups in runner.attn_groups:
                 for group in groups:
-                    of_group = metadata[group.layer_names[0]]
-                    setattr(of_group, v1_attention.TREES, self._tree_metadata(trees, group, of_group, common))
+                    decoding = group.backend.get_impl_cls().takes_decoding
+                    ours = trees.decoding if decoding else trees.branching
+                    if ours:
+                        of_group = metadata[group.layer_names[0]]
+                        marked = self._tree_metadata(trees, np.array(ours), group, of_group, common)
+                        setattr(of_group, v1_attention.TREES, marked)
         return metadata, common
 
     def _tree_metadata(
-        self, trees: StepTrees, group: Any, metadata: Any, common: Any
+        self, trees: StepTrees, ours: Any, group: Any, metadata: Any, common: Any
     ) -> v1_attention.TreeMetadata:
-        branching = np.array(trees.branching)
         num_rows = np.diff(trees.row_start)
-        others = np.setdiff1d(np.arange(len(num_rows)), branching)
+        others = np.setdiff1d(np.arange(len(num_rows)), ours)
         stock = rows = None
         if len(others):
             stock, rows = self._stock_metadata(others, group, metadata, common)
         tree_rows = TreeRows(
-            block_table=metadata.block_table[_to(branching, self.device)],
-            first_row=_to(trees.query_row[branching], self.device),
-            num_rows=_to(num_rows[branching], self.device),
-            context_len=_to(trees.context[branching], self.device),
-            parents=_to(np.concatenate([trees.parents[trees.rows(i)] for i in branching]), self.device),
+            block_table=metadata.block_table[_to(ours, self.device)],
+            first_row=_to(trees.query_row[ours], self.device),
+            num_rows=_to(num_rows[ours], self.device),
+            context_len=_to(trees.context[ours], self.device),
+            parents=_to(np.concatenate([trees.parents[trees.rows(i)] for i in ours]), self.device),
         )
         return v1_attention.TreeMetadata(tree_rows, stock, rows)
 

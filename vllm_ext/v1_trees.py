@@ -26,6 +26,9 @@ class StepTrees:
     query_row: Int32  # [num_requests] where the root's row is in the step's query
     context: Int32  # [num_requests] committed tokens before the root
     branching: list[int]  # batch indices of the requests whose drafts are no chain
+    decoding: list[
+        int
+    ]  # batch indices of the requests all of whose query rows are verified: no prompt among them
     accepted: list[list[int]] = field(default_factory=list)  # [num_requests] offsets of the accepted rows
 
     @classmethod
@@ -81,6 +84,7 @@ class StepTrees:
             query_row=query_row,
             context=num_computed + num_scheduled - num_rows,
             branching=branching,
+            decoding=np.flatnonzero(num_scheduled == num_rows).tolist(),
         )
 
     def rows(self, request: int) -> slice:

@@ -248,25 +248,6 @@ def test_float32_is_exact_enough_for_token_identity(backend: Backend) -> None:
     assert (case.run(backend).double() - dense(case)).abs().max() < 2e-6
 
 
-@pytest.mark.skipif(BACKENDS != ["numba"], reason="promised on the CPU, where all that decodes goes by it")
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_row_does_not_depend_on_the_rows_beside_it(dtype: torch.dtype) -> None:
-    """Bit for bit: what was drafted does not change what is put out, as far as attention goes."""
-    for rows, context in ((1, 40), (2, 255), (9, 60), (17, 500)):
-        case = make([(context, chain(rows))], dtype, heads=(9, 3), block_size=128)
-        together = case.run("numba")
-        for row in range(rows):
-            alone = replace(
-                case.trees,
-                first_row=case.trees.first_row + row,
-                num_rows=ints([1]),
-                context_len=ints([context + row]),
-                parents=ints([-1]),
-            )
-            at = int(alone.first_row[0])
-            assert torch.equal(replace(case, trees=alone).run("numba")[at], together[at])
-
-
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_large_scores_do_not_overflow(backend: Backend) -> None:
     case = make(MIXED)
@@ -527,6 +508,23 @@ assert not {m for m in loaded if m.startswith(("numba", "triton"))}, loaded
         # vLLM rounds the weights of 16-bit dtypes to those 16 bits.
         tolerance = {torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}[dtype]
         torch.testing.assert_close(case.run("numba"), stock, atol=tolerance, rtol=tolerance)
+
+    @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+    def test_a_row_does_not_depend_on_the_rows_beside_it(self, dtype: torch.dtype) -> None:
+        """Bit for bit: what was drafted does not change what is put out, as far as attention goes."""
+        for rows, context in ((1, 40), (2, 255), (9, 60), (17, 500)):
+            case = make([(context, chain(rows))], dtype, heads=(9, 3), block_size=128)
+            together = case.run("numba")
+            for row in range(rows):
+                alone = replace(
+                    case.trees,
+                    first_row=case.trees.first_row + row,
+                    num_rows=ints([1]),
+                    context_len=ints([context + row]),
+                    parents=ints([-1]),
+                )
+                at = int(alone.first_row[0])
+                assert torch.equal(replace(case, trees=alone).run("numba")[at], together[at])
 
     def test_the_triton_form_passes_this_file_through_the_interpreter(self) -> None:
         env = os.environ | {"TREE_ATTENTION_TEST_BACKEND": "triton", "TRITON_INTERPRET": "1"}

@@ -52,8 +52,12 @@ def preemptions(llm: Any) -> int:
 
 def test_preemption_chunked_prefill_joining_and_leaving(plain_llm: Any, small_llm: Any, enough: int) -> None:
     inputs = prompts(plain_llm, 16)
-    # Different lengths, so that requests leave and waiting ones join all the time.
-    params = [SamplingParams(temperature=0, max_tokens=40 + 15 * (i % 7), ignore_eos=True) for i in range(16)]
+    # Different lengths, so that requests leave and waiting ones join all the time; longer ones where few drafts are
+    # right, and requests grow side by side.
+    shortest = 40 if enough == 1 else 100
+    params = [
+        SamplingParams(temperature=0, max_tokens=shortest + 15 * (i % 7), ignore_eos=True) for i in range(16)
+    ]
     before = preemptions(small_llm)
     assert_same_outputs(generate(plain_llm, inputs, params), generate(small_llm, inputs, params))
     assert preemptions(small_llm) > before

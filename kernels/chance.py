@@ -6,9 +6,8 @@ from __future__ import annotations
 from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
 
-Float64 = npt.NDArray[np.float64]
+from vllm_ext.kernels.sparse import Float64
 
 
 class Chance(Protocol):

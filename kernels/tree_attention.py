@@ -2,7 +2,8 @@
 """Attention of draft-tree rows over a paged KV cache.
 
 Row j of a request has its key and value at flat index ``context_len + j`` of the request's blocks. It attends to
-the ``context_len`` tokens before the root, to its ancestors and to itself.
+the ``context_len`` tokens before the tree, to its ancestors and to itself. A tree that grows from one forward pass to
+the next has rows that were computed before: only the others have queries.
 """
 
 from __future__ import annotations
@@ -27,11 +28,12 @@ class TreeRows:
 
     Args:
         block_table: int32 ``[num_requests, max_blocks]``.
-        first_row: int32 ``[num_requests]``, row of the request's root in the query.
-        num_rows: int32 ``[num_requests]``, rows of each request: the root and its draft nodes.
-        context_len: int32 ``[num_requests]``, tokens before the root.
+        first_row: int32 ``[num_requests]``, where in the query the first of the request's rows is that has one.
+        num_rows: int32 ``[num_requests]``, rows of each request: the root and its draft nodes, say.
+        num_past: int32 ``[num_requests]``, how many of them, the first, have no query: their keys and values are there.
+        context_len: int32 ``[num_requests]``, tokens before the first row.
         parents: int32 ``[sum(num_rows)]``, each row's parent as an offset inside its request, smaller than the
-            row's own; -1 for roots.
+            row's own; -1 where there is none.
 
     Raises:
         ValueError: shapes, dtypes, strides or devices that do not fit. The values are not looked at.
@@ -40,6 +42,7 @@ class TreeRows:
     block_table: torch.Tensor
     first_row: torch.Tensor
     num_rows: torch.Tensor
+    num_past: torch.Tensor
     context_len: torch.Tensor
     parents: torch.Tensor
 

@@ -101,6 +101,7 @@ def tree_attention_numba(
         trees.block_table.stride(0),
         trees.first_row.data_ptr(),
         trees.num_rows.data_ptr(),
+        trees.num_past.data_ptr(),
         trees.context_len.data_ptr(),
         trees.parents.data_ptr(),
         trees.num_rows.shape[0],
@@ -127,7 +128,8 @@ class _Arguments(ctypes.Structure):
             *("values", "value_block_stride", "value_head_stride"),
             *("output", "output_token_stride", "output_head_stride"),
             *("group", "num_kv_heads", "head_size", "block_size"),
-            *("block_table", "max_blocks", "first_row", "num_rows", "context_len", "parents", "num_requests"),
+            *("block_table", "max_blocks", "first_row", "num_rows", "num_past", "context_len", "parents"),
+            "num_requests",
             "wide_rows",
         )
     ] + [("scale", ctypes.c_double)]
@@ -236,6 +238,7 @@ def _attend(pointer: Any, dtype: Any) -> None:
     block_table = numba.carray(pointer_to(args.block_table, np.int32), requests * args.max_blocks)
     first_row = numba.carray(pointer_to(args.first_row, np.int32), requests)
     num_rows = numba.carray(pointer_to(args.num_rows, np.int32), requests)
+    num_past = numba.carray(pointer_to(args.num_past, np.int32), requests)
     context_len = numba.carray(pointer_to(args.context_len, np.int32), requests)
     # Read and written at offsets the arguments give: the length is nominal.
     query = numba.carray(pointer_to(args.query, dtype), 1)
@@ -266,9 +269,10 @@ def _attend(pointer: Any, dtype: Any) -> None:
     start = np.int64(0)  # of the request in parents
     for request in range(requests):
         rows, context = np.int64(num_rows[request]), np.int64(context_len[request])
+        past = np.int64(num_past[request])
         table = request * args.max_blocks
         for head in range(args.num_kv_heads):
-            for begin in range(0, rows * group, args.wide_rows):
+            for begin in range(past * group, rows * group, args.wide_rows):
                 task += 1
                 if task - 1 != mine:
                     continue
@@ -280,7 +284,7 @@ def _attend(pointer: Any, dtype: Any) -> None:
                 scale = splat(np.float32(args.scale))
                 for m in range(count):
                     r, g = (begin + m) // group, (begin + m) % group
-                    at = (first_row[request] + r) * args.query_token_stride
+                    at = (first_row[request] + r - past) * args.query_token_stride
                     at += (head * group + g) * args.query_head_stride
                     for d in range(0, head_size, LANES):
                         store_vector(q, m * head_size + d, vector_multiply(load_vector(query, at + d), scale))
@@ -346,7 +350,7 @@ def _attend(pointer: Any, dtype: Any) -> None:
 
                 for m in range(count):
                     r, g = (begin + m) // group, (begin + m) % group
-                    at = (first_row[request] + r) * args.output_token_stride
+                    at = (first_row[request] + r - past) * args.output_token_stride
                     at += (head * group + g) * args.output_head_stride
                     share = splat(np.float32(1.0) / sum_of_lanes(load_vector(total, m * line + head_size)))
                     for d in range(0, head_size, LANES):

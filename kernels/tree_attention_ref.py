@@ -17,8 +17,9 @@ def tree_attention_ref(
     """See `vllm_ext.kernels.tree_attention.tree_attention`, which validates."""
     num_heads, (num_kv_heads, block_size) = query.shape[1], key_cache.shape[1:3]
     end = 0
-    for request, (first, rows, context) in enumerate(
-        zip(trees.first_row.tolist(), trees.num_rows.tolist(), trees.context_len.tolist(), strict=True)
+    columns = (trees.first_row, trees.num_rows, trees.num_past, trees.context_len)
+    for request, (first, rows, past, context) in enumerate(
+        zip(*(column.tolist() for column in columns), strict=True)
     ):
         start, end = end, end + rows
         length = context + rows
@@ -38,7 +39,7 @@ def tree_attention_ref(
             if parent >= 0:
                 visible[row, context:] = visible[parent, context:]
             visible[row, context + row] = True
-        queries = query[first : first + rows].transpose(0, 1).float()
-        scores = queries @ keys.transpose(1, 2) * scale
-        scores.masked_fill_(~visible.to(scores.device), float("-inf"))
-        output[first : first + rows] = (scores.softmax(-1) @ values).transpose(0, 1).to(output.dtype)
+        asked = slice(first, first + rows - past)
+        scores = query[asked].transpose(0, 1).float() @ keys.transpose(1, 2) * scale
+        scores.masked_fill_(~visible[past:].to(scores.device), float("-inf"))
+        output[asked] = (scores.softmax(-1) @ values).transpose(0, 1).to(output.dtype)

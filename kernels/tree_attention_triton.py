@@ -40,6 +40,7 @@ def tree_attention_triton(
         trees.block_table,
         trees.first_row,
         trees.num_rows,
+        trees.num_past,
         trees.row_start,
         trees.context_len,
         trees.ancestor_bits,
@@ -78,6 +79,7 @@ def _tree_attention(
     block_table,
     first_row,
     num_rows,
+    num_past,
     row_start,
     context_len,
     ancestors,
@@ -105,9 +107,9 @@ def _tree_attention(
     WIDE: tl.constexpr,
 ):
     request, head, tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    rows = tl.load(num_rows + request)
-    wide = tile * ROWS + tl.arange(0, ROWS)  # row r, head g of the group: r * GROUP + g
-    if tile * ROWS >= rows * GROUP:
+    rows, past = tl.load(num_rows + request), tl.load(num_past + request)
+    wide = past * GROUP + tile * ROWS + tl.arange(0, ROWS)  # row r, head g of the group: r * GROUP + g
+    if past * GROUP + tile * ROWS >= rows * GROUP:
         return
     context = tl.load(context_len + request)
     row = wide // GROUP
@@ -115,7 +117,7 @@ def _tree_attention(
     dims = tl.arange(0, HEAD)
     inside = dims < head_size
     query_head_of = head * GROUP + wide % GROUP
-    at = (tl.load(first_row + request) + row).to(tl.int64)
+    at = (tl.load(first_row + request) + row - past).to(tl.int64)
     q = tl.load(
         query + at[:, None] * query_row + query_head_of[:, None] * query_head + dims[None, :],
         mask=real[:, None] & inside[None, :],

@@ -15,17 +15,19 @@ Deviations, ours:
   slot may be among those filled in the end, and slots are filled ahead, of which the best are kept. The tree is the
   greedy one, in no more passes than it is deep. Which slots are kept depends on their values, which are what they were
   before their tokens were drawn.
-- Of a greedy request drawn siblings would be worth nothing: it gets the nodes of the largest path probabilities.
+- Of a greedy request drawn siblings would be worth nothing: it gets the `LikeliestTree`.
 """
 
 from __future__ import annotations
 
 import heapq
-
-import numpy as np
+from collections.abc import Sequence
+from typing import ClassVar
 
 from vllm_ext.kernels.chance import Chance
-from vllm_ext.proposers.sampled import ROOT, Float64, TreeBuilder, largest
+from vllm_ext.kernels.sparse import Float64, Sparse
+from vllm_ext.proposers.draft_model import DraftModelProposer
+from vllm_ext.proposers.sampled import ROOT, TreeBuilder, largest
 
 
 class DrawnTree(TreeBuilder):
@@ -66,10 +68,10 @@ class DrawnTree(TreeBuilder):
         # No slot is worth more than the one it comes from: what is not among the best now will not be.
         return [node for negated, node in self._waiting if self._better(-negated) <= self._num_nodes]
 
-    def give(self, rows: Float64) -> None:
+    def give(self, rows: Sequence[Sparse]) -> None:
         """See `TreeBuilder.give`."""
         for node, row in zip(self.wanted(), rows, strict=True):
-            self.q[node], self._left[node] = row, row.copy()
+            self.q[node], self._left[node] = row, row.q.copy()
         waiting, self._waiting = self._waiting, []
         for negated, node in waiting:
             self._open(node, -negated)
@@ -79,10 +81,10 @@ class DrawnTree(TreeBuilder):
 
     def _fill(self, node: int, value: float) -> None:
         left = self._left[node]
-        token = self._chance.draw(left)
-        given = float(left[token] / left.sum())
-        left[token] = 0.0
-        child = self.add(token, node)
+        place = self._chance.draw(left)
+        given = float(left[place] / left.sum())
+        left[place] = 0.0
+        child = self.add(int(self.q[node].ids[place]), node)
         self.values.append(value)
         self._open(child, value * given)
         if left.any():
@@ -93,41 +95,12 @@ class DrawnTree(TreeBuilder):
         return largest(self.values, self._num_nodes)
 
 
-class LikeliestTree(TreeBuilder):
-    """The nodes of the largest path probabilities, for greedy requests and the `tree_walk`.
+class DySpec(DraftModelProposer):
+    """Dynamic trees of a draft model."""
 
-    Args:
-        num_nodes: most nodes of the tree.
-        max_depth: deepest nodes.
-        width: most nodes of a depth that are followed further.
-    """
+    summary: ClassVar[str] = "a draft model's tree, grown where the target most likely agrees"
+    paper: ClassVar[str] = "arXiv 2410.11744"
 
-    def __init__(self, num_nodes: int, max_depth: int, width: int) -> None:
-        super().__init__()
-        self.values: list[float] = []  # path probabilities, in no order
-        self._num_nodes, self._max_depth, self._width = num_nodes, max_depth, width
-        self._wanted = [ROOT] if num_nodes > 0 and max_depth > 0 else []
-
-    def wanted(self) -> list[int]:
-        """See `TreeBuilder.wanted`."""
-        return self._wanted
-
-    def give(self, rows: Float64) -> None:
-        """See `TreeBuilder.give`."""
-        first = len(self.tokens)
-        for node, row in zip(self._wanted, rows, strict=True):
-            self.q[node] = row
-            above = self.values[node] if node != ROOT else 1.0
-            children = np.argpartition(-row, min(self._num_nodes, len(row)) - 1)[: self._num_nodes]
-            for token in sorted(children.tolist(), key=lambda token: (-row[token], token)):
-                if row[token] > 0.0:
-                    self.add(token, node)
-                    self.values.append(above * float(row[token]))
-        self._wanted = []
-        if len(self.tokens) > first and self.depth(first) < self._max_depth:
-            # What is not among the best now is not in the tree, and nothing below it.
-            self._wanted = [node for node in self.kept() if node >= first][: self._width]
-
-    def kept(self) -> list[int]:
-        """The most probable nodes."""
-        return largest(self.values, self._num_nodes)
+    def drawn(self, num_nodes: int, max_depth: int) -> TreeBuilder:
+        """See `DraftModelProposer.drawn`."""
+        return DrawnTree(num_nodes, max_depth, self.chance)

@@ -24,6 +24,7 @@ from vllm_ext.kernels.fuse_trees import fuse_trees
 from vllm_ext.proposers import registry
 from vllm_ext.proposers.base import MethodOptions, Proposer, Request, VerifiedRows
 from vllm_ext.proposers.calibration import Calibration
+from vllm_ext.proposers.draft_model import DraftModelProposer
 from vllm_ext.proposers.learned import Learned, check_names
 from vllm_ext.proposers.tree import DraftTree, Float32
 
@@ -69,6 +70,8 @@ def make_options(drafter: dict[str, Any] | str) -> tuple[type[Proposer], MethodO
         if field in options:
             raise ValueError(f"drafters: {field} is an option of the whole; move it out of {name}'s")
     proposer = registry.load_method(name)
+    if issubclass(proposer, DraftModelProposer):
+        raise ValueError(f"drafters: {name!r} drafts with a model, which cannot be fused yet; leave it out")
     try:
         return proposer, proposer.Options.model_validate(options)
     except ValidationError as error:

@@ -11,11 +11,16 @@ section 3 and appendix; the beam search is that of "Stochastic Beams and Where t
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import ClassVar
 
 import numpy as np
+from pydantic import Field
 
 from vllm_ext.kernels.chance import Chance
-from vllm_ext.proposers.sampled import ROOT, Float64, TreeBuilder
+from vllm_ext.kernels.sparse import Float64, Sparse
+from vllm_ext.proposers.base import MethodOptions
+from vllm_ext.proposers.draft_model import DraftModelOptions, DraftModelProposer
+from vllm_ext.proposers.sampled import ROOT, TreeBuilder
 
 
 class BranchingTree(TreeBuilder):
@@ -36,19 +41,19 @@ class BranchingTree(TreeBuilder):
         """See `TreeBuilder.wanted`."""
         return self._wanted
 
-    def give(self, rows: Float64) -> None:
+    def give(self, rows: Sequence[Sparse]) -> None:
         """See `TreeBuilder.give`."""
         children = self._branching.pop(0)
         below = []
         for node, row in zip(self._wanted, rows, strict=True):
             self.q[node] = row
-            left = row.copy()
+            left = row.q.copy()
             for _ in range(children):
                 if len(self.tokens) >= self._num_nodes or not left.any():
                     break
-                token = self._chance.draw(left)
-                left[token] = 0.0
-                below.append(self.add(token, node))
+                place = self._chance.draw(left)
+                left[place] = 0.0
+                below.append(self.add(int(row.ids[place]), node))
         self._wanted = below if self._branching and len(self.tokens) < self._num_nodes else []
 
 
@@ -74,27 +79,25 @@ class BeamTree(TreeBuilder):
         """See `TreeBuilder.wanted`."""
         return self._wanted
 
-    def give(self, rows: Float64) -> None:
+    def give(self, rows: Sequence[Sparse]) -> None:
         """See `TreeBuilder.give`."""
-        vocab = rows.shape[1]
-        with np.errstate(divide="ignore"):
-            phi = np.log(rows)
-        for place, node in enumerate(self._wanted):
-            self.q[node] = rows[place]
-            phi[place] += self.phi[node] if node != ROOT else 0.0
-        gumbel = phi + self._noise.gumbel(size=phi.shape)
-        psi = np.empty_like(gumbel)
-        for place, node in enumerate(self._wanted):
-            psi[place] = _condition(gumbel[place], self.psi[node]) if node != ROOT else gumbel[place]
+        phis, psis = [], []
+        for node, row in zip(self._wanted, rows, strict=True):
+            self.q[node] = row
+            with np.errstate(divide="ignore"):
+                phi = np.log(row.q) + (self.phi[node] if node != ROOT else 0.0)
+            gumbel = phi + self._noise.gumbel(size=phi.shape)
+            phis.append(phi)
+            psis.append(_condition(gumbel, self.psi[node]) if node != ROOT else gumbel)
+        phi, psi = np.concatenate(phis), np.concatenate(psis)
+        ids = np.concatenate([row.ids for row in rows])
+        parents = np.repeat(self._wanted, [len(row.ids) for row in rows])
         most = min(self._width, self._num_nodes - len(self.tokens), int(np.isfinite(psi).sum()))
-        flat = psi.reshape(-1)
-        best = np.argpartition(-flat, most - 1)[:most] if most else np.zeros(0, np.int64)
         first = len(self.tokens)
-        for index in best[np.argsort(-flat[best], kind="stable")].tolist():
-            place, token = divmod(index, vocab)
-            self.add(token, self._wanted[place])
-            self.phi.append(float(phi[place, token]))
-            self.psi.append(float(flat[index]))
+        for index in np.argsort(-psi, kind="stable")[:most].tolist():
+            self.add(int(ids[index]), int(parents[index]))
+            self.phi.append(float(phi[index]))
+            self.psi.append(float(psi[index]))
         self._depth += 1
         more = self._depth < self._length and len(self.tokens) < self._num_nodes
         self._wanted = list(range(first, len(self.tokens))) if more else []
@@ -110,3 +113,41 @@ def _condition(gumbel: Float64, largest: float) -> Float64:
         v = largest - gumbel + np.log1p(-np.exp(gumbel - top))
         shifted: Float64 = largest - np.maximum(v, 0.0) - np.log1p(np.exp(-np.abs(v)))
     return np.where(np.isneginf(gumbel), -np.inf, shifted)
+
+
+class RsdCOptions(DraftModelOptions):
+    """Options of ``rsd_c``."""
+
+    branching: list[int] = Field(
+        default=[3, 2, 1, 1], min_length=1, max_length=32, description="children of each node, by its depth"
+    )
+
+
+class RsdC(DraftModelProposer):
+    """Trees of a fixed branching."""
+
+    summary: ClassVar[str] = "a draft model's tree of fixed branching, drawn without replacement"
+    paper: ClassVar[str] = "arXiv 2402.14160"
+    Options: ClassVar[type[MethodOptions]] = RsdCOptions
+
+    def drawn(self, num_nodes: int, max_depth: int) -> TreeBuilder:
+        """See `DraftModelProposer.drawn`."""
+        return BranchingTree(self.options.branching[:max_depth], num_nodes, self.chance)
+
+
+class RsdSOptions(DraftModelOptions):
+    """Options of ``rsd_s``."""
+
+    width: int = Field(default=4, ge=1, le=32, description="most nodes of a depth")
+
+
+class RsdS(DraftModelProposer):
+    """Trees of a stochastic beam search."""
+
+    summary: ClassVar[str] = "a draft model's stochastic beam search, drawn without replacement"
+    paper: ClassVar[str] = "arXiv 2402.14160"
+    Options: ClassVar[type[MethodOptions]] = RsdSOptions
+
+    def drawn(self, num_nodes: int, max_depth: int) -> TreeBuilder:
+        """See `DraftModelProposer.drawn`."""
+        return BeamTree(self.options.width, max_depth, num_nodes, self.noise)

@@ -10,25 +10,16 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
+
+from vllm_ext.kernels.sparse import Sparse
+from vllm_ext.proposers.tree import DraftTree, Drawn
 
 ROOT = -1
 
-Int32 = npt.NDArray[np.int32]
-Float64 = npt.NDArray[np.float64]
-# The draft's distributions, float64 [asked, vocab], after nodes given as builder (an index) and node.
-Draft = Callable[[Sequence[tuple[int, int]]], Float64]
-
-
-class SampledTree(NamedTuple):
-    """A tree that is finished, with what its verifier must know."""
-
-    tokens: Int32  # [num_nodes]
-    parents: Int32  # [num_nodes] an earlier node, or ROOT; siblings stand in the order they were drawn
-    q: dict[int, Float64]  # by node that has children, ROOT too: what the first of them was drawn from
+# The draft's distributions after nodes given as builder (an index) and node.
+Draft = Callable[[Sequence[tuple[int, int]]], Sequence[Sparse]]
 
 
 class TreeBuilder(ABC):
@@ -37,34 +28,46 @@ class TreeBuilder(ABC):
     def __init__(self) -> None:
         self.tokens: list[int] = []
         self.parents: list[int] = []  # ROOT, or an earlier node
-        self.q: dict[int, Float64] = {}  # by node, the distribution of what follows it
+        self.q: dict[int, Sparse] = {}  # by node, the distribution of what follows it
 
     @abstractmethod
     def wanted(self) -> list[int]:
         """After which nodes the distribution must be known for the tree to grow on; none: it is finished."""
 
     @abstractmethod
-    def give(self, rows: Float64) -> None:
+    def give(self, rows: Sequence[Sparse]) -> None:
         """Grow as far as possible.
 
         Args:
-            rows: float64 ``[len(wanted()), vocab]``, each adding up to 1.
+            rows: the distribution after each of `wanted`.
         """
 
     def kept(self) -> list[int]:
         """The nodes that are the finished tree, parents before children: all of them, unless a builder says."""
         return list(range(len(self.tokens)))
 
-    def tree(self) -> SampledTree:
-        """The finished tree."""
+    def tree(self) -> DraftTree:
+        """The finished tree; its probabilities are the paths', and `drawn` what the verifier needs."""
         kept = self.kept()
         place = {ROOT: ROOT} | {node: index for index, node in enumerate(kept)}
         parents = [place[self.parents[node]] for node in kept]
-        return SampledTree(
+        chances = [1.0] * (len(kept) + 1)  # the root's last
+        for index, node in enumerate(kept):
+            row = self.q[self.parents[node]]
+            own = float(row.q[np.flatnonzero(row.ids == self.tokens[node])[0]])
+            # As a tree's order wants it; siblings and depths are in the order that counts here.
+            before = chances[index - 1] if index else 1.0
+            chances[index] = min(chances[parents[index]] * own, before)
+        return DraftTree(
             np.array([self.tokens[node] for node in kept], np.int32),
             np.array(parents, np.int32),
-            {parent: self.q[([ROOT, *kept])[parent + 1]] for parent in set(parents)},
+            np.array(chances[:-1], np.float32),
+            self.drawn({parent: self.q[([ROOT, *kept])[parent + 1]] for parent in set(parents)}),
         )
+
+    def drawn(self, q: dict[int, Sparse]) -> Drawn | None:
+        """What verification needs besides the tree; None of a tree that was chosen."""
+        return Drawn(q)
 
     def add(self, token: int, parent: int) -> int:
         """Add a node, and return it."""

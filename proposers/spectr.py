@@ -6,11 +6,18 @@ Source: "SpecTr: Fast Speculative Decoding via Optimal Transport", arXiv 2310.15
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import ClassVar
+
 import numpy as np
-import numpy.typing as npt
+from pydantic import Field
 
 from vllm_ext.kernels.chance import Chance
-from vllm_ext.proposers.sampled import ROOT, Float64, TreeBuilder
+from vllm_ext.kernels.sparse import Int32, Sparse
+from vllm_ext.proposers.base import MethodOptions
+from vllm_ext.proposers.draft_model import DraftModelOptions, DraftModelProposer
+from vllm_ext.proposers.sampled import ROOT, TreeBuilder
+from vllm_ext.proposers.tree import Drawn
 
 
 class IndependentDrafts(TreeBuilder):
@@ -24,26 +31,50 @@ class IndependentDrafts(TreeBuilder):
 
     def __init__(self, k: int, length: int, chance: Chance) -> None:
         super().__init__()
-        self.drafts: npt.NDArray[np.int32] = np.zeros((k, length), np.int32)
-        self.nodes: npt.NDArray[np.int32] = np.zeros((k, length), np.int32)  # of the tree
+        self.nodes: Int32 = np.zeros((k, length), np.int32)  # of each draft
         self._chance = chance
         self._depth = 0
         self._children: dict[tuple[int, int], int] = {}  # by parent and token
 
     def wanted(self) -> list[int]:
         """See `TreeBuilder.wanted`."""
-        if self._depth == self.drafts.shape[1] or not len(self.drafts):
+        if self._depth == self.nodes.shape[1] or not len(self.nodes):
             return []
         return [ROOT] if self._depth == 0 else sorted(set(self.nodes[:, self._depth - 1].tolist()))
 
-    def give(self, rows: Float64) -> None:
+    def give(self, rows: Sequence[Sparse]) -> None:
         """See `TreeBuilder.give`."""
         self.q.update(zip(self.wanted(), rows, strict=True))
-        for draft in range(len(self.drafts)):
+        for draft in range(len(self.nodes)):
             parent = int(self.nodes[draft, self._depth - 1]) if self._depth else ROOT
-            token = self._chance.draw(self.q[parent])
+            row = self.q[parent]
+            token = int(row.ids[self._chance.draw(row.q)])
             if (parent, token) not in self._children:
                 self._children[parent, token] = self.add(token, parent)
-            self.drafts[draft, self._depth] = token
             self.nodes[draft, self._depth] = self._children[parent, token]
         self._depth += 1
+
+    def drawn(self, q: dict[int, Sparse]) -> Drawn:
+        """See `TreeBuilder.drawn`."""
+        return Drawn(q, self.nodes)
+
+
+class SpecTrOptions(DraftModelOptions):
+    """Options of ``spectr``."""
+
+    drafts: int = Field(default=4, ge=1, le=32, description="drafts drawn independently of each other")
+
+
+class SpecTr(DraftModelProposer):
+    """Independent drafts."""
+
+    summary: ClassVar[str] = "a draft model's drafts, drawn independently of each other"
+    paper: ClassVar[str] = "arXiv 2310.15141"
+    Options: ClassVar[type[MethodOptions]] = SpecTrOptions
+    # How many nodes a tree has, and so whether one is cut, depends on which tokens were drawn.
+    whole: ClassVar[bool] = True
+
+    def drawn(self, num_nodes: int, max_depth: int) -> TreeBuilder:
+        """See `DraftModelProposer.drawn`. In the worst case no two drafts share a node."""
+        k = min(self.options.drafts, num_nodes)
+        return IndependentDrafts(k, min(num_nodes // k, max_depth), self.chance)

@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+
+from vllm_ext.kernels.sparse import Sparse
 
 Int32 = npt.NDArray[np.int32]
 Float32 = npt.NDArray[np.float32]
@@ -26,6 +28,18 @@ def num_ancestors(parents: Int32) -> Int32:
 
 
 @dataclass(frozen=True, slots=True)
+class Drawn:
+    """What the verifier of a tree must know whose tokens were drawn from the draft's distributions."""
+
+    q: Mapping[
+        int, Sparse
+    ]  # by node that has children, -1 for the root: what the first of them was drawn from
+    # int32 [k, length], the nodes of k drafts drawn independently; None where siblings are without replacement, in the
+    # order they were drawn.
+    drafts: Int32 | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class DraftTree:
     """Draft nodes below the root (the last committed token, which is not a node).
 
@@ -38,6 +52,7 @@ class DraftTree:
     parents: Int32  # [num_nodes] index of the parent node, always smaller than the node's own; -1 is the root
     # [num_nodes] estimate of the chance that the node is accepted, with all its ancestors; descending
     probabilities: Float32
+    drawn: Drawn | None = None  # None: the nodes were chosen, by whatever rule
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -130,9 +145,14 @@ class DraftTree:
         return bool((self.parents == np.arange(-1, len(self.parents) - 1)).all())
 
     def prefix(self, num_nodes: int) -> DraftTree:
-        """The best subtree of at most ``num_nodes`` nodes. Views, no copy."""
+        """The best subtree of at most ``num_nodes`` nodes. Views, no copy.
+
+        Of independent drafts a part is no smaller set of them: they are whole or not to be verified.
+        """
         num_nodes = max(num_nodes, 0)
-        return DraftTree(self.tokens[:num_nodes], self.parents[:num_nodes], self.probabilities[:num_nodes])
+        return DraftTree(
+            self.tokens[:num_nodes], self.parents[:num_nodes], self.probabilities[:num_nodes], self.drawn
+        )
 
     def depths(self) -> Int32:
         """int32 ``[num_nodes]``: how far below the root each node is; the root's children have 1."""

@@ -115,6 +115,7 @@ def tree_attention_table(rounds: int) -> None:
                     block_table=table,
                     first_row=torch.zeros(1, dtype=torch.int32),
                     num_rows=torch.full((1,), rows, dtype=torch.int32),
+                    num_past=torch.zeros(1, dtype=torch.int32),
                     context_len=torch.full((1,), context, dtype=torch.int32),
                     parents=(torch.arange(rows, dtype=torch.int32) + 1) // 2 - 1,  # a binary tree
                 )

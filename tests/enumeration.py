@@ -8,6 +8,9 @@ from typing import TypeVar
 
 import numpy as np
 
+from vllm_ext.kernels.sparse import Sparse
+from vllm_ext.samplers.tree_walk import walk
+
 T = TypeVar("T")
 VOCAB = 3
 
@@ -82,3 +85,25 @@ def law_of(code: Callable[[Script], Sequence[int]], target: Model, length: int) 
             rest = rest[..., None] * target.rows
         law[tuple(emitted[:length])] += weight * rest
     return law
+
+
+def sparse(row: np.ndarray) -> Sparse:
+    """A whole vocabulary's distribution, as verifiers and builders take it."""
+    return Sparse(np.arange(len(row), dtype=np.int32), row)
+
+
+def verify(tokens: Sequence[int], parents: Sequence[int], draw: Callable[[int, list[int]], int]) -> list[int]:
+    """What one request's walk puts out.
+
+    Args:
+        tokens: of the rows, the root's first.
+        parents: of the rows; the root's is -1.
+        draw: the next token after a row that has these child rows.
+    """
+    _, (emitted,) = walk(
+        np.array([0, len(tokens)], np.int32),
+        np.array(tokens, np.int32),
+        np.array(parents, np.int32),
+        lambda _, rows, __: [draw(rows[0], [r for r, parent in enumerate(parents) if parent == rows[0]])],
+    )
+    return emitted

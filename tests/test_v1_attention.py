@@ -94,7 +94,8 @@ impl = object.__new__(TreeTritonAttentionImpl)
 impl.scale = size**-0.5
 int32 = lambda *values: torch.tensor(values, dtype=torch.int32)
 tree = TreeRows(
-    block_table=int32(3, 1, 5)[None], first_row=int32(0), num_rows=int32(rows), context_len=int32(context),
+    block_table=int32(3, 1, 5)[None], first_row=int32(0), num_rows=int32(rows), num_past=int32(0),
+    context_len=int32(context),
     parents=int32(-1, 0, 0, 1, 3),
 )
 query = torch.randn(rows, heads, size)

@@ -107,6 +107,7 @@ def make(
     block_size: int = BLOCK_SIZES[0],
     gap: int = 2,  # rows of other requests before, between and behind
     layout: str = "vec",
+    past: list[int] | None = None,  # rows of each request that have no query
 ) -> Case:
     generator = torch.Generator().manual_seed(len(trees) * 1000 + head_size + trees[0][0])
 
@@ -125,9 +126,10 @@ def make(
     free = torch.randperm(num_blocks, generator=generator).tolist()
     table = torch.full((len(trees), max(needed) + 1), -1, dtype=torch.int32)
     rows, first_row = gap, []
+    past = past or [0] * len(trees)
     for request, (context, parents) in enumerate(trees):
         first_row.append(rows)
-        rows += len(parents) + gap
+        rows += len(parents) - past[request] + gap
         for i in range(needed[request]):
             table[request, i] = block = free.pop()
             there = min(block_size, context + len(parents) - i * block_size)
@@ -141,6 +143,7 @@ def make(
             block_table=table,
             first_row=ints(first_row),
             num_rows=ints([len(parents) for _, parents in trees]),
+            num_past=ints(past),
             context_len=ints([context for context, _ in trees]),
             parents=ints([parent for _, parents in trees for parent in parents]),
         ),
@@ -173,8 +176,9 @@ def dense(case: Case) -> torch.Tensor:
     for request, rows in enumerate(case.trees.num_rows.tolist()):
         parents = case.trees.parents[start : start + rows].tolist()
         start += rows
-        context, first = int(case.trees.context_len[request]), int(case.trees.first_row[request])
-        for row in range(rows):
+        context, past = int(case.trees.context_len[request]), int(case.trees.num_past[request])
+        first = int(case.trees.first_row[request]) - past
+        for row in range(past, rows):
             path, seen = row, list(range(context))
             while path != -1:
                 seen.append(context + path)
@@ -193,7 +197,8 @@ def check(case: Case, backend: Backend, **tolerance: float) -> None:
     got, want = case.run(backend), case.run("torch")
     torch.testing.assert_close(got, want, **(tolerance or TOLERANCE[case.query.dtype]))
     others = torch.ones(len(got), dtype=torch.bool)
-    for first, rows in zip(case.trees.first_row.tolist(), case.trees.num_rows.tolist(), strict=True):
+    asked = (case.trees.num_rows - case.trees.num_past).tolist()
+    for first, rows in zip(case.trees.first_row.tolist(), asked, strict=True):
         others[first : first + rows] = False
     assert (got[others] == SENTINEL).all()
 
@@ -235,6 +240,19 @@ def test_contexts_around_a_block(block_size: int, backend: Backend) -> None:
 def test_the_largest_trees(shape: Any, backend: Backend) -> None:
     for context in (0, 200):
         check(make([(context, shape(129)), (3, shape(2)), (1, shape(129))]), backend)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("past", [[15, 0, 3, 1, 11], [0, 1, 7, 0, 0]], ids=str)
+def test_rows_that_were_computed_before(past: list[int], backend: Backend) -> None:
+    """Also all of a request's, and of trees without a root: several rows may have no parent."""
+    forest = [-1, -1, 0, 1, 1, -1, 4, 2, 3, 0, 7, 5]
+    check(make([*MIXED[:4], (33, forest)], heads=(9, 3), past=past), backend)
+
+
+def test_the_reference_is_the_definition_with_rows_computed_before() -> None:
+    case = make([(60, binary(16)), (5, [-1, -1, 1])], past=[9, 1])
+    torch.testing.assert_close(case.run("torch").double(), dense(case), atol=2e-6, rtol=2e-6)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -313,15 +331,14 @@ def test_a_visible_sibling_would_be_noticed(backend: Backend) -> None:
 @settings(max_examples=10 if IN_INTERPRETER else 60, deadline=None)
 @given(data=st.data())
 def test_any_trees(backend: Backend, data: st.DataObject) -> None:
-    trees = []
+    trees, past = [], []
     for _ in range(data.draw(st.integers(1, 4))):
         rows = data.draw(st.integers(1, 24))
-        parents = [-1] + [data.draw(st.integers(0, row - 1)) for row in range(1, rows)]
+        parents = [-1] + [data.draw(st.integers(-1, row - 1)) for row in range(1, rows)]
         trees.append((data.draw(st.integers(0, 300)), parents))
-    check(
-        make(trees, data.draw(st.sampled_from(DTYPES)), block_size=data.draw(st.sampled_from(BLOCK_SIZES))),
-        backend,
-    )
+        past.append(data.draw(st.integers(0, rows)))
+    dtype, block_size = data.draw(st.sampled_from(DTYPES)), data.draw(st.sampled_from(BLOCK_SIZES))
+    check(make(trees, dtype, block_size=block_size, past=past), backend)
 
 
 @pytest.mark.skipif(BACKENDS == ["numba"], reason="numba takes the vec layout only")
@@ -503,7 +520,7 @@ assert not {m for m in loaded if m.startswith(("numba", "triton"))}, loaded
             dynamic_causal=None,
             **cache_arguments,
         )
-        trees = TreeRows(table, ints([0]), ints([rows]), ints([context]), ints(chain(rows)))
+        trees = TreeRows(table, ints([0]), ints([rows]), ints([0]), ints([context]), ints(chain(rows)))
         case = Case(query, keys, values, trees, head_size**-0.5)
         # vLLM rounds the weights of 16-bit dtypes to those 16 bits.
         tolerance = {torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}[dtype]

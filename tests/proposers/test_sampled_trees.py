@@ -9,16 +9,18 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
-from enumeration import VOCAB, Model, Script, law_of, outcomes
+from enumeration import VOCAB, Model, Script, law_of, outcomes, sparse
+from enumeration import verify as walked
 from scipy.stats import chisquare
 
 from vllm_ext.kernels.chance import Chance, RandomChance
-from vllm_ext.proposers.dyspec import DrawnTree, LikeliestTree
+from vllm_ext.kernels.sparse import Sparse
+from vllm_ext.proposers.dyspec import DrawnTree
+from vllm_ext.proposers.likeliest_tree import LikeliestTree
 from vllm_ext.proposers.rsd import BeamTree, BranchingTree
 from vllm_ext.proposers.sampled import ROOT, TreeBuilder, grow
 from vllm_ext.proposers.spectr import IndependentDrafts
-from vllm_ext.samplers.k_seq import k_seq
-from vllm_ext.samplers.recursive_rejection import recursive_rejection
+from vllm_ext.samplers import k_seq, recursive_rejection
 
 TARGET, DRAFT = Model(1), Model(2)
 LENGTH = 3
@@ -37,7 +39,7 @@ def drafted(*builders: TreeBuilder, draft: Model = DRAFT) -> int:
     """Grow by a model; returns the rounds."""
     return grow(
         builders,
-        lambda asked: np.stack([draft.after(path_of(builders[index], node)) for index, node in asked]),
+        lambda asked: [sparse(draft.after(path_of(builders[index], node))) for index, node in asked],
     )
 
 
@@ -47,13 +49,20 @@ def verify(builder: TreeBuilder, chance: Chance, target: Model = TARGET) -> list
     paths: list[list[int]] = [[]]
     for token, parent in zip(tree.tokens.tolist(), tree.parents.tolist(), strict=True):
         paths.append([*paths[parent + 1], token])
-    return recursive_rejection(
-        np.array([0, *tree.tokens], np.int32),
-        np.array([-1, *(tree.parents + 1)], np.int32),
-        lambda row: target.after(paths[row]),
-        lambda row: tree.q[row - 1],
-        chance,
-    )[1]
+
+    def draw(row: int, children: list[int]) -> int:
+        p = target.after(paths[row])
+        if not children:
+            return chance.draw(p)
+        assert tree.drawn is not None
+        q = tree.drawn.q[row - 1]
+        if tree.drawn.drafts is None:
+            return recursive_rejection.choose(p, [paths[child][-1] for child in children], q, chance)
+        depth = len(paths[row])
+        here = [draft for draft in tree.drawn.drafts.tolist() if depth == 0 or draft[depth - 1] == row - 1]
+        return k_seq.choose(p, [int(tree.tokens[draft[depth]]) for draft in here], q, chance)
+
+    return walked([0, *tree.tokens.tolist()], [-1, *(tree.parents + 1).tolist()], draw)
 
 
 def dyspec(nodes: int, depth: int, least: float = 0.0) -> Callable[[Chance], TreeBuilder]:
@@ -96,13 +105,7 @@ def test_independent_drafts_have_the_targets_law(k: int, length: int) -> None:
     def code(chance: Script) -> list[int]:
         builder = IndependentDrafts(k, length, chance)
         assert drafted(builder) <= length
-        return k_seq(
-            builder.drafts,
-            builder.nodes + 1,
-            lambda row: TARGET.after(path_of(builder, row - 1)),
-            lambda row: builder.q[row - 1],
-            chance,
-        )[1]
+        return verify(builder, chance)
 
     assert law_of(code, TARGET, LENGTH) == pytest.approx(TARGET.law(LENGTH), abs=1e-9)
 
@@ -194,9 +197,9 @@ def test_the_width_bounds_what_is_asked_for() -> None:
     builder = LikeliestTree(30, 4, width=2)
     draft = Model(0, vocab=5)
 
-    def answer(wanted: Sequence[tuple[int, int]]) -> np.ndarray:
+    def answer(wanted: Sequence[tuple[int, int]]) -> list[Sparse]:
         asked.append(len(wanted))
-        return np.stack([draft.after(path_of(builder, node)) for _, node in wanted])
+        return [sparse(draft.after(path_of(builder, node))) for _, node in wanted]
 
     grow([builder], answer)
     assert asked == [1, 2, 2, 2]

@@ -5,14 +5,16 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
-from enumeration import VOCAB, Model, Script, law_of, outcomes
+from enumeration import VOCAB, Model, Script, law_of, outcomes, sparse, verify
 
 from vllm_ext.kernels.chance import Chance, RandomChance
-from vllm_ext.samplers.k_seq import k_seq, residual, smallest_rho
-from vllm_ext.samplers.recursive_rejection import recursive_rejection
+from vllm_ext.kernels.sparse import Sparse
+from vllm_ext.samplers import k_seq, recursive_rejection
+from vllm_ext.samplers.k_seq import left_of, smallest_rho
 from vllm_ext.samplers.tree_walk import walk
 
 TARGET, DRAFT = Model(1), Model(2)
@@ -33,16 +35,14 @@ class Drawn:
         return len(self.paths) - 1
 
     def verify(self, chance: Chance, target: Model = TARGET, draft: Model = DRAFT) -> list[int]:
-        tokens = np.array([path[-1] if path else 0 for path in self.paths], np.int32)
-        path, emitted = recursive_rejection(
-            tokens,
-            np.array(self.parents, np.int32),
-            lambda row: target.after(self.paths[row]),
-            lambda row: draft.after(self.paths[row]),
-            chance,
-        )
-        assert [int(tokens[row]) for row in path] == emitted[:-1]
-        return emitted
+        def draw(row: int, children: list[int]) -> int:
+            p = target.after(self.paths[row])
+            if not children:
+                return chance.draw(p)
+            tokens = [self.paths[child][-1] for child in children]
+            return recursive_rejection.choose(p, tokens, sparse(draft.after(self.paths[row])), chance)
+
+        return verify([path[-1] if path else 0 for path in self.paths], self.parents, draw)
 
 
 def without_replacement(chance: Chance, branching: Sequence[int], draft: Model = DRAFT) -> Drawn:
@@ -131,33 +131,26 @@ def test_a_greedy_target_takes_its_token_wherever_it_stands() -> None:
         assert emitted == [2, 1, 0][: len(emitted)] or weight == 0.0
 
 
-def independent(chance: Chance, k: int, length: int) -> tuple[np.ndarray, np.ndarray, list[tuple[int, ...]]]:
-    """``k`` drafts, the rows of their tree, and each row's path."""
-    drafts = np.zeros((k, length), np.int32)
-    rows = np.zeros((k, length), np.int32)
-    paths: list[tuple[int, ...]] = [()]
+def spectr(chance: Chance, k: int, length: int) -> list[int]:
+    """``k`` drafts, and the tree they are together."""
+    tree = Drawn()
+    rows = np.zeros((k, length + 1), np.int32)
     for draft in range(k):
         for depth in range(length):
-            before = drafts[draft, :depth].tolist()
-            drafts[draft, depth] = chance.draw(DRAFT.after(before))
-            path = tuple(drafts[draft, : depth + 1].tolist())
-            if path not in paths:
-                paths.append(path)
-            rows[draft, depth] = paths.index(path)
-    return drafts, rows, paths
+            path = (*tree.paths[rows[draft, depth]], chance.draw(DRAFT.after(tree.paths[rows[draft, depth]])))
+            if path not in tree.paths:
+                tree.add(int(rows[draft, depth]), path[-1])
+            rows[draft, depth + 1] = tree.paths.index(path)
 
+    def draw(row: int, children: list[int]) -> int:
+        p = TARGET.after(tree.paths[row])
+        if not children:
+            return chance.draw(p)
+        depth = len(tree.paths[row])
+        tokens = [tree.paths[below][-1] for at, below in rows[:, depth : depth + 2].tolist() if at == row]
+        return k_seq.choose(p, tokens, sparse(DRAFT.after(tree.paths[row])), chance)
 
-def spectr(chance: Chance, k: int, length: int) -> list[int]:
-    drafts, rows, paths = independent(chance, k, length)
-    path, emitted = k_seq(
-        drafts,
-        rows,
-        lambda row: TARGET.after(paths[row]),
-        lambda row: DRAFT.after(paths[row]),
-        chance,
-    )
-    assert [paths[row][-1] for row in path] == emitted[:-1]
-    return emitted
+    return verify([path[-1] if path else 0 for path in tree.paths], tree.parents, draw)
 
 
 @pytest.mark.parametrize(("k", "length"), [(1, 1), (1, 2), (2, 1), (3, 1), (2, 2), (3, 2), (2, 0)])
@@ -168,9 +161,7 @@ def test_k_seq_is_exact(k: int, length: int) -> None:
 
 def test_equal_drafts_count_each(monkeypatch: pytest.MonkeyPatch) -> None:
     """With rho for more drafts than are tried the law is another one."""
-    from vllm_ext.samplers import k_seq as module
-
-    monkeypatch.setattr(module, "smallest_rho", lambda p, q, k: smallest_rho(p, q, 1))
+    monkeypatch.setattr(k_seq, "smallest_rho", lambda p, q, k: smallest_rho(p, q, 1))
     law = law_of(lambda chance: spectr(chance, 3, 1), TARGET, LENGTH)
     assert np.abs(law - TARGET.law(LENGTH)).max() > 0.01
 
@@ -188,7 +179,7 @@ def test_rho_is_valid_and_more_drafts_accept_more() -> None:
             left = p - np.minimum(q, p / rho) * accepted[-1] / beta
             assert left.min() > -1e-7
             assert left.sum() == pytest.approx(1 - accepted[-1], abs=1e-9)
-            assert residual(p, q, rho, k) == pytest.approx(np.maximum(left, 0), abs=1e-12)
+            assert left_of(p, q, rho, k) == pytest.approx(np.maximum(left, 0), abs=1e-12)
         assert accepted == sorted(accepted)
         assert accepted[0] == pytest.approx(np.minimum(p, q).sum())  # speculative sampling
         assert smallest_rho(p, p, 5) == pytest.approx(1.0, abs=0.01)
@@ -196,7 +187,7 @@ def test_rho_is_valid_and_more_drafts_accept_more() -> None:
 
 def test_drafts_that_have_nothing_in_common_with_the_target() -> None:
     p, q = np.array([0.5, 0.5, 0.0]), np.array([0.0, 0.0, 1.0])
-    assert (residual(p, q, smallest_rho(p, q, 2), 2) == p).all()
+    assert (left_of(p, q, smallest_rho(p, q, 2), 2) == p).all()
     tree = Drawn()
     tree.add(0, 2)
     target, draft = Model(1), Model(2)
@@ -221,3 +212,23 @@ def test_random_decisions_have_their_chances() -> None:
             return 1.0  # what rounding can make of the product
 
     assert RandomChance(Last(np.random.PCG64())).draw(weights) == 3
+
+
+@pytest.mark.parametrize("rule", [recursive_rejection, k_seq])
+def test_a_draft_of_few_tokens_of_the_vocabulary(rule: Any) -> None:
+    """Tokens the draft cannot have keep their chances, whatever the order of those it can."""
+    p = np.random.default_rng(0).dirichlet(np.ones(6))
+    q = Sparse(np.array([4, 0, 3], np.int32), np.array([0.5, 0.2, 0.3]))
+
+    def code(chance: Script) -> int:
+        left, tokens = q.q.copy(), []
+        for _ in range(2):
+            tokens.append(place := chance.draw(left))
+            if rule is recursive_rejection:
+                left[place] = 0.0
+        return int(rule.choose(p, [int(q.ids[place]) for place in tokens], q, chance))
+
+    law = np.zeros(6)
+    for token, weight in outcomes(code):
+        law[token] += weight
+    assert law == pytest.approx(p, abs=1e-9)

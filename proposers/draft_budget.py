@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How many nodes to draft with a model: decided before, because drafting costs and drawn trees must not be cut.
+
+The goodput of `budget`, with the draft's own time in it. A step in which ``b`` requests have ``n`` nodes each puts out
+``b (1 + a_1 + ... + a_n)`` expected tokens, with ``a_r`` the learnt chance that a tree's node of rank ``r`` is
+accepted. It takes the target's step of ``b (1 + n)`` rows and the draft's: passes as many as the first ``n`` nodes are
+deep, of so many rows as they have inner nodes. All requests get the same number: which trees turn out well is known
+only when they are drawn.
+
+Source: SmartSpec, arXiv 2406.14066 (goodput). Deviations: ranks of a tree's nodes in the place of positions of a
+chain, the draft's time by pass, probes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from vllm_ext.proposers.step_cost import Float64, StepCost
+from vllm_ext.proposers.tree import DraftTree
+
+MARGIN = 0.02  # what drafting must promise above none
+WARM_UP_STEPS = 5  # without drafts, so that there is a unit of time
+INCOME = 0.004  # savings for probes, in steps for each step
+MOST_SAVINGS = 0.5
+FADE = 0.98  # of evidence, a step
+TRUST = 8.0  # trees' worth of it that a node is accepted FALL times as often as the one of the rank before
+FALL = 0.85
+FIRST = 0.6  # what is believed of the first node
+HOST_SECONDS = 2e-4  # of a tree besides the passes, before the first is measured
+HOST_RATE = 0.1
+
+
+class DraftBudget:
+    """Chooses the number of nodes with the most expected tokens per second.
+
+    Each step: `plan`; if anything was drafted `drafted`; of the step it led to `observe` and, if it held no prompt
+    tokens, ``cost.record`` without the draft's time.
+
+    Args:
+        ceiling: most nodes of one request, at least 1.
+    """
+
+    def __init__(self, ceiling: int) -> None:
+        self.ceiling = ceiling
+        self.cost = StepCost()  # of the target
+        self.pass_cost = StepCost()  # of one forward pass of the draft
+        self._trials: Float64 = np.zeros(ceiling)  # trees that had a node of this rank
+        self._hits: Float64 = np.zeros(ceiling)
+        self._weight: Float64 = np.zeros(ceiling + 1)  # trees known of at least so many nodes
+        self._depth: Float64 = np.zeros(ceiling + 1)  # their sums: passes for the first so many nodes,
+        self._inner: Float64 = np.zeros(ceiling + 1)  # and rows of these passes
+        self._host = HOST_SECONDS
+        self._step = 0
+        self._savings = MOST_SAVINGS
+        self._state: dict[str, float] = {}
+
+    def plan(self, batch_size: int, context_tokens: int) -> int:
+        """How many nodes to draft for each request of the next step.
+
+        Args:
+            batch_size: requests that decode, at least 1.
+            context_tokens: tokens in the KV cache, of all requests together.
+        """
+        self._step += 1
+        self._savings = min(self._savings + INCOME, MOST_SAVINGS)
+        nodes = np.arange(self.ceiling + 1)
+        tokens = batch_size * (1.0 + np.concatenate([[0.0], np.cumsum(self.acceptance())]))
+        target = self.cost.seconds(batch_size * (1 + nodes), batch_size, context_tokens)
+        draft = self._draft_seconds(nodes, batch_size, context_tokens)
+        seconds = target + draft
+        rate = tokens / seconds
+        best = int(rate.argmax())
+        if rate[best] < rate[0] * (1.0 + MARGIN) or self._step <= WARM_UP_STEPS:
+            best = 0
+        self._state = {
+            "step_seconds": float(seconds[best]),
+            "nodes_per_request": float(best),
+            "gain": float(rate[best] / rate[0]),
+            "draft_seconds": float(draft[best]),
+        }
+        if best == 0 and self._step > WARM_UP_STEPS:
+            # What is never tried is never learnt: the least that loses little, when that has been saved.
+            probe = 1 + int(rate[1:].argmax())
+            loss = max(1.0 - float(rate[probe] / rate[0]), MARGIN)
+            if loss <= self._savings:
+                self._savings -= loss
+                return probe
+        return best
+
+    def acceptance(self) -> Float64:
+        """float64 ``[ceiling]``: the chance that a node is accepted, by its rank in its tree."""
+        estimates = np.empty(self.ceiling)
+        before = FIRST / FALL
+        for rank in range(self.ceiling):
+            before = (self._hits[rank] + TRUST * FALL * before) / (self._trials[rank] + TRUST)
+            estimates[rank] = before
+        return estimates
+
+    def _draft_seconds(self, nodes: np.ndarray, batch_size: int, context_tokens: int) -> Float64:
+        # Of unknown sizes: a chain's passes, each of one row a request.
+        known = self._weight > 0
+        weight = np.where(known, self._weight, 1.0)
+        depth = np.where(known, self._depth / weight, nodes)
+        inner = np.where(known, self._inner / weight, nodes)
+        passes = np.maximum(depth - 1.0, 0.0)  # after the first
+        rows = np.maximum(np.rint(batch_size * inner / np.maximum(passes, 1.0)), 1).astype(np.int64)
+        each = self.pass_cost.seconds(rows, batch_size, context_tokens)
+        # The first pass reads what was committed, and is the one for the children of the root.
+        first = float(self.pass_cost.seconds(np.array([2 * batch_size]), batch_size, context_tokens)[0])
+        seconds: Float64 = np.where(nodes > 0, first + passes * each + batch_size * self._host, 0.0)
+        return seconds
+
+    def drafted(self, trees: Sequence[DraftTree], host_seconds: float) -> None:
+        """Learn what trees look like.
+
+        Args:
+            trees: those that are not empty.
+            host_seconds: time of them all besides the passes.
+        """
+        self._weight *= FADE
+        self._depth *= FADE
+        self._inner *= FADE
+        for tree in trees:
+            size = min(len(tree), self.ceiling)
+            depth = np.maximum.accumulate(tree.depths()[:size])
+            inner = np.zeros(size)
+            first_child = np.unique(tree.parents[:size], return_index=True)[1]
+            inner[first_child] = 1.0  # with it its parent has become an inner node
+            self._weight[1 : size + 1] += 1.0
+            self._depth[1 : size + 1] += depth
+            self._inner[1 : size + 1] += np.cumsum(inner) - 1.0  # the root's row is in the first pass
+        self._host += HOST_RATE * (host_seconds / len(trees) - self._host)
+
+    def observe(self, sizes: Sequence[int], accepted: Sequence[Sequence[int]]) -> None:
+        """Learn from one verified step.
+
+        Args:
+            sizes: nodes verified of each request, possibly none.
+            accepted: by request the ranks of the accepted nodes, from 0.
+        """
+        if not any(sizes):
+            return
+        self._trials *= FADE
+        self._hits *= FADE
+        for size, ranks in zip(sizes, accepted, strict=True):
+            self._trials[:size] += 1.0
+            self._hits[list(ranks)] += 1.0
+
+    def finish(self, request_id: str) -> None:
+        """Nothing is kept of a request."""
+
+    def state(self) -> dict[str, float]:
+        """Figures for metrics, as `GoodputBudget.state`."""
+        cost = {f"seconds_per_{name}": value for name, value in self.cost.coefficients().items()}
+        return {**self._state, "correction": 1.0, **cost}

@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Drafting with a second model: what its methods have in common.
+
+The engine's adapter runs the model and gives its distributions as arrays; which nodes are asked for, and what is drawn
+from the answers, is a `TreeBuilder`'s. A request that samples without a seed gets a tree drawn from the draft's
+distributions, whose verifier needs them; any other gets the likeliest nodes and the target's own draws (`tree_walk`),
+so that greedy and seeded output is what it is without drafts, token for token.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import Any, ClassVar, NamedTuple, Protocol
+
+import numpy as np
+from pydantic import Field, field_validator
+
+from vllm_ext.kernels.chance import RandomChance
+from vllm_ext.kernels.sparse import Float64, Int32, Sparse
+from vllm_ext.proposers.base import MethodOptions, Proposer, Request, Sampling
+from vllm_ext.proposers.likeliest_tree import LikeliestTree
+from vllm_ext.proposers.sampled import ROOT, TreeBuilder, grow
+from vllm_ext.proposers.tree import DraftTree, Float32
+
+SELF = "self"
+SEED = 0x5EED  # of the draft's noise: apart from vLLM's and from verification's
+
+
+class Rows(NamedTuple):
+    """The draft's distributions after some nodes, its likeliest tokens only."""
+
+    ids: Int32  # [num_rows, support] token ids, likeliest first
+    log_q: Float32  # [num_rows, support] log-probabilities at temperature 1, over the whole vocabulary
+
+
+class DraftModel(Protocol):
+    """A second model that has read what the requests have put out so far."""
+
+    def roots(self, request_ids: Sequence[str]) -> Rows:
+        """After the last token of each request; nodes asked for before are forgotten."""
+
+    def nodes(self, request_ids: Sequence[str], parents: Sequence[int], tokens: Sequence[int]) -> Rows:
+        """After nodes below those, in one forward pass.
+
+        Args:
+            request_ids: ``[num_nodes]`` in the order of `roots`; a request may have several nodes, or none.
+            parents: ``[num_nodes]`` the parent's place among the nodes asked for of its request so far; ROOT below the
+                last token. Parents were asked for in an earlier pass.
+            tokens: ``[num_nodes]``.
+        """
+
+
+class DraftModelOptions(MethodOptions):
+    """Options of all methods with a second model."""
+
+    model: str = Field(
+        min_length=1,
+        description="folder or hub name of a draft model with the target's tokenizer; "
+        "'self': the target's own first layers",
+    )
+    self_layers: int | None = Field(
+        default=None, ge=1, description="how many, with model='self'; none: a quarter of them"
+    )
+    max_depth: int = Field(
+        default=8, ge=1, le=32, description="deepest node: each depth is a forward pass of the draft model"
+    )
+
+    @field_validator("self_layers")
+    @classmethod
+    def _only_of_self(cls, self_layers: int | None, info: Any) -> int | None:
+        if self_layers is not None and info.data.get("model", SELF) != SELF:
+            raise ValueError(
+                f"only model='self' has layers to choose; model={info.data['model']!r}: remove it"
+            )
+        return self_layers
+
+
+class DraftModelProposer(Proposer):
+    """Trees from a draft model.
+
+    Args:
+        options: an instance of the class's ``Options``.
+    """
+
+    Options: ClassVar[type[MethodOptions]] = DraftModelOptions
+    # Whether a drawn tree must be verified whole or not at all. Of others a scheduler may leave out the last nodes.
+    whole: ClassVar[bool] = False
+    draft: DraftModel  # set by the adapter, before any request
+
+    def __init__(self, options: Any) -> None:
+        self.options = options
+        self.noise = np.random.default_rng(SEED)
+        self.chance = RandomChance(self.noise)
+        self.passes = 0  # forward passes of the last `propose`, the one for the roots left out
+
+    @classmethod
+    def from_options(cls, options: DraftModelOptions, vocab_size: int) -> DraftModelProposer:
+        """See `Proposer.from_options`."""
+        return cls(options)
+
+    @property
+    def memory_bytes(self) -> int:
+        """None: the model is the adapter's."""
+        return 0
+
+    @abstractmethod
+    def drawn(self, num_nodes: int, max_depth: int) -> TreeBuilder:
+        """The builder of a tree for a request that samples."""
+
+    def propose(self, requests: Sequence[Request]) -> list[DraftTree]:
+        """See `Proposer.propose`. A drawn tree is to be verified as it is, not cut by what it holds."""
+        self.passes = 0
+        asked = [request for request in requests if request.budget_tokens > 0 and request.max_depth > 0]
+        if not asked:
+            return [DraftTree.empty() for _ in requests]
+        builders = [self._builder(request) for request in asked]
+        # Of each builder, the place among the nodes asked for of each node that was.
+        places: list[dict[int, int]] = [{ROOT: ROOT} for _ in builders]
+
+        def distributions(wanted: Sequence[tuple[int, int]]) -> list[Sparse]:
+            if wanted[0][1] == ROOT:  # the first round, of all builders
+                rows = self.draft.roots([asked[index].request_id for index, _ in wanted])
+            else:
+                self.passes += 1
+                rows = self.draft.nodes(
+                    [asked[index].request_id for index, _ in wanted],
+                    [places[index][builders[index].parents[node]] for index, node in wanted],
+                    [builders[index].tokens[node] for index, node in wanted],
+                )
+                for index, node in wanted:
+                    places[index][node] = len(places[index]) - 1
+            return [
+                shaped(ids, log_q, asked[index].sampling)
+                for (index, _), ids, log_q in zip(wanted, *rows, strict=True)
+            ]
+
+        grow(builders, distributions)
+        trees = iter(builder.tree() for builder in builders)
+        return [
+            next(trees) if request.budget_tokens > 0 and request.max_depth > 0 else DraftTree.empty()
+            for request in requests
+        ]
+
+    def _builder(self, request: Request) -> TreeBuilder:
+        num_nodes = min(request.budget_tokens, self.options.num_speculative_tokens)
+        max_depth = min(request.max_depth, self.options.max_depth)
+        if is_drawn(request):
+            return self.drawn(num_nodes, max_depth)
+        return LikeliestTree(num_nodes, max_depth, width=num_nodes)
+
+
+def is_drawn(request: Request) -> bool:
+    """Whether the request's trees are drawn from the draft's distributions."""
+    return request.sampling.temperature > 0.0 and request.sampling.seed is None and not request.chain
+
+
+def shaped(ids: Int32, log_q: Float32, sampling: Sampling) -> Sparse:
+    """The distribution a request's draft is drawn from: the model's, treated as the target's will be.
+
+    Any distribution would do: verification is exact with each, and accepts most where the two are alike. So what of
+    the vocabulary is not among ``ids`` is left out.
+
+    Args:
+        ids: int32 ``[support]``.
+        log_q: float32 ``[support]`` descending, at temperature 1.
+        sampling: the request's; greedy ones keep temperature 1, for the nodes' probabilities.
+    """
+    temperature = sampling.temperature if sampling.temperature > 0.0 else 1.0
+    scaled = log_q.astype(np.float64) / temperature
+    q: Float64 = np.exp(scaled - scaled[0])
+    if sampling.temperature > 0.0:
+        if 0 < sampling.top_k < len(q):
+            q[sampling.top_k :] = 0.0
+        if sampling.min_p > 0.0:
+            q[q < sampling.min_p] = 0.0
+        if sampling.top_p < 1.0:
+            before = np.cumsum(q) - q
+            q[before >= sampling.top_p * q.sum()] = 0.0
+    kept = q > 0.0
+    return Sparse(ids[kept], q[kept] / q.sum())

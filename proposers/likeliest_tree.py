@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The nodes of the largest path probabilities by a draft model: for greedy and seeded requests, and `tree_walk`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from vllm_ext.kernels.sparse import Sparse
+from vllm_ext.proposers.sampled import ROOT, TreeBuilder, largest
+
+
+class LikeliestTree(TreeBuilder):
+    """A tree that is chosen, not drawn.
+
+    Args:
+        num_nodes: most nodes of the tree.
+        max_depth: deepest nodes.
+        width: most nodes of a depth that are followed further.
+    """
+
+    def __init__(self, num_nodes: int, max_depth: int, width: int) -> None:
+        super().__init__()
+        self.values: list[float] = []  # path probabilities, in no order
+        self._num_nodes, self._max_depth, self._width = num_nodes, max_depth, width
+        self._wanted = [ROOT] if num_nodes > 0 and max_depth > 0 else []
+
+    def wanted(self) -> list[int]:
+        """See `TreeBuilder.wanted`."""
+        return self._wanted
+
+    def give(self, rows: Sequence[Sparse]) -> None:
+        """See `TreeBuilder.give`."""
+        first = len(self.tokens)
+        for node, row in zip(self._wanted, rows, strict=True):
+            self.q[node] = row
+            above = self.values[node] if node != ROOT else 1.0
+            for place in np.lexsort((row.ids, -row.q))[: self._num_nodes].tolist():
+                if row.q[place] > 0.0:
+                    self.add(int(row.ids[place]), node)
+                    self.values.append(above * float(row.q[place]))
+        self._wanted = []
+        if len(self.tokens) > first and self.depth(first) < self._max_depth:
+            # What is not among the best now is not in the tree, and nothing below it.
+            self._wanted = [node for node in self.kept() if node >= first][: self._width]
+
+    def kept(self) -> list[int]:
+        """The most probable nodes."""
+        return largest(self.values, self._num_nodes)
+
+    def drawn(self, q: dict[int, Sparse]) -> None:
+        """See `TreeBuilder.drawn`."""

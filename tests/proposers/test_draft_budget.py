@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The budget of methods with a draft model, on synthetic costs and acceptances."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from vllm_ext.proposers.draft_budget import DraftBudget
+from vllm_ext.proposers.tree import DraftTree
+
+CEILING = 8
+
+
+def chain(nodes: int) -> DraftTree:
+    return DraftTree.chain(np.arange(nodes, dtype=np.int32), np.linspace(0.9, 0.1, nodes).astype(np.float32))
+
+
+class Machine:
+    """Steps that cost what they are said to, of drafts that are accepted as often as they are said to be."""
+
+    def __init__(self, acceptance: float, per_row: float, draft: float, batch_size: int = 1) -> None:
+        self.budget = DraftBudget(CEILING)
+        self.acceptance, self.per_row, self.draft, self.batch_size = acceptance, per_row, draft, batch_size
+        self.rng = np.random.default_rng(0)
+        sizes = np.array([1, 2, 4, 8, 16, 32])
+        self.budget.cost.calibrate(sizes, 1e-2 * (1.0 + per_row * sizes))
+        self.budget.pass_cost.calibrate(sizes, np.full(6, draft))
+        self.seconds = self.plain_seconds = self.tokens = 0.0
+
+    def run(self, steps: int) -> list[int]:
+        chosen = []
+        for _ in range(steps):
+            nodes = self.budget.plan(self.batch_size, 100 * self.batch_size)
+            chosen.append(nodes)
+            rows = self.batch_size * (1 + nodes)
+            target = 1e-2 * (1.0 + self.per_row * rows)
+            if nodes:
+                self.budget.drafted([chain(nodes)] * self.batch_size, 1e-5 * self.batch_size)
+                for _ in range(nodes):
+                    self.budget.pass_cost.record(
+                        self.draft, self.batch_size, self.batch_size, 100 * self.batch_size
+                    )
+            accepted = [
+                list(range(int(np.cumprod(self.rng.random(nodes) < self.acceptance).sum())))
+                for _ in range(self.batch_size)
+            ]
+            self.budget.observe([nodes] * self.batch_size, accepted)
+            self.budget.cost.record(target, rows, self.batch_size, 100 * self.batch_size)
+            self.seconds += target + nodes * self.draft
+            self.tokens += self.batch_size + sum(map(len, accepted))
+        return chosen
+
+    @property
+    def gain(self) -> float:
+        """Tokens per second, beside none drafted."""
+        plain = self.batch_size / (1e-2 * (1.0 + self.per_row * self.batch_size))
+        return self.tokens / self.seconds / plain
+
+
+def test_a_good_cheap_draft_is_used_and_a_dear_one_less() -> None:
+    cheap, dear = Machine(0.9, 0.01, 2e-4), Machine(0.9, 0.01, 4e-3)
+    assert np.mean(cheap.run(300)[100:]) > np.mean(dear.run(300)[100:]) + 1
+    assert cheap.gain > 2.0
+
+
+@pytest.mark.parametrize(
+    ("acceptance", "per_row", "draft"), [(0.0, 0.05, 1e-3), (0.5, 0.05, 2e-2), (0.3, 1.0, 1e-3)]
+)
+def test_what_does_not_pay_costs_little(acceptance: float, per_row: float, draft: float) -> None:
+    """Drafts that are wrong, that take longer than the target, and rows that are not free."""
+    machine = Machine(acceptance, per_row, draft, batch_size=4)
+    chosen = machine.run(600)
+    assert chosen[-100:].count(0) > 80
+    assert machine.gain > 0.97
+
+
+def test_it_comes_back_when_drafts_become_right() -> None:
+    machine = Machine(0.0, 0.02, 5e-4)
+    machine.run(400)
+    machine.acceptance = 0.95
+    assert np.mean(machine.run(600)[-50:]) > 4
+
+
+def test_acceptance_is_learnt_by_rank() -> None:
+    budget = DraftBudget(4)
+    for _ in range(300):
+        budget.observe([4, 2], [[0, 2], [0]])
+    assert budget.acceptance() == pytest.approx([1.0, 0.0, 1.0, 0.0], abs=0.2)
+    assert DraftBudget(3).acceptance()[0] > 0.5
+    budget.observe([0], [[]])
+    assert np.isfinite(budget.acceptance()).all()
+
+
+def test_passes_follow_the_trees() -> None:
+    """A tree of two levels takes two passes, however many nodes it has; the second of as many rows as have children."""
+    budget = DraftBudget(6)
+    tree = DraftTree(
+        np.arange(6, dtype=np.int32),
+        np.array([-1, -1, -1, 0, 0, 1], np.int32),
+        np.full(6, 0.5, np.float32),
+    )
+    for _ in range(50):
+        budget.drafted([tree], 1e-4)
+    weight = budget._weight
+    assert (budget._depth / np.maximum(weight, 1e-9))[1:] == pytest.approx([1, 1, 1, 2, 2, 2])
+    assert (budget._inner / np.maximum(weight, 1e-9))[1:] == pytest.approx([0, 0, 0, 1, 1, 2])
+    assert budget.state()["correction"] == 1.0

@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Methods with a draft model, against a small one: what they ask it, and which trees they make of the answers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from enumeration import Model
+from pydantic import ValidationError
+
+from vllm_ext.proposers.base import Request, Sampling
+from vllm_ext.proposers.draft_model import DraftModelOptions, Rows, is_drawn, shaped
+from vllm_ext.proposers.registry import load_method
+from vllm_ext.proposers.sampled import ROOT
+
+VOCAB = 12
+METHODS = ("dyspec", "rsd_c", "rsd_s", "spectr")
+
+
+class Draft:
+    """A `DraftModel` by an order-1 model, which checks what it is asked."""
+
+    def __init__(self) -> None:
+        self.model = Model(0, VOCAB)
+        self.nodes_of: dict[str, list[int]] = {}  # tokens
+        self.passes = 0
+
+    def roots(self, request_ids: Sequence[str]) -> Rows:
+        self.nodes_of = {name: [] for name in request_ids}
+        return self._rows([0] * len(request_ids))
+
+    def nodes(self, request_ids: Sequence[str], parents: Sequence[int], tokens: Sequence[int]) -> Rows:
+        self.passes += 1
+        before = {name: len(nodes) for name, nodes in self.nodes_of.items()}
+        assert list(request_ids) == sorted(request_ids, key=list(before).index)
+        for name, parent, token in zip(request_ids, parents, tokens, strict=True):
+            assert ROOT <= parent < before[name]  # read in an earlier pass
+            self.nodes_of[name].append(token)
+        return self._rows(tokens)
+
+    def _rows(self, tokens: Sequence[int]) -> Rows:
+        q = np.stack([self.model.rows[token] for token in tokens])
+        ids = np.argsort(-q, axis=1)[:, :8]
+        return Rows(ids.astype(np.int32), np.log(np.take_along_axis(q, ids, 1)).astype(np.float32))
+
+
+def request(name: str, temperature: float = 0.0, **values: Any) -> Request:
+    sampling = Sampling(temperature, 1.0, 0, 0.0, values.pop("seed", None))
+    given = {"budget_tokens": 10, "max_depth": 9, **values}
+    return Request(name, np.array([1, 0], np.int32), 1, sampling=sampling, **given)
+
+
+def make(method: str, **options: Any) -> Any:
+    proposer_class: Any = load_method(method)
+    proposer = proposer_class.from_options(proposer_class.Options(model="m", **options), VOCAB)
+    proposer.draft = Draft()
+    return proposer
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_trees_of_a_mixed_batch(method: str) -> None:
+    proposer = make(method, max_depth=4)
+    requests = [
+        request("drawn", 1.0),
+        request("greedy"),
+        request("none", budget_tokens=0),
+        request("seeded", 1.0, seed=3),
+        request("chain", 1.0, chain=True),
+        request("at its end", 1.0, max_depth=0),
+        request("shallow", 1.0, max_depth=1),
+    ]
+    trees = proposer.propose(requests)
+    assert [tree.drawn is not None for tree in trees] == [True, False, False, False, False, False, True]
+    assert [bool(len(tree)) for tree in trees] == [True, True, False, True, True, False, True]
+    for one, tree in zip(requests, trees, strict=True):
+        assert len(tree) <= 10
+        assert tree.depths().max(initial=0) <= min(one.max_depth, 4)
+        if tree.drawn is None or tree.drawn.drafts is None:
+            tree.validate()
+        if tree.drawn is not None:
+            assert set(tree.drawn.q) == set(tree.parents.tolist())
+    assert proposer.passes == proposer.draft.passes <= 3
+    # Its nodes are the likeliest: the same for all that are not drawn.
+    assert trees[1].tokens.tolist() == trees[3].tokens.tolist() == trees[4].tokens.tolist()
+    assert len(trees[1]) == 10
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_draw_is_another_each_time(method: str) -> None:
+    proposer = make(method)
+    drawn = {tuple(proposer.propose([request("a", 1.5)])[0].tokens.tolist()) for _ in range(8)}
+    assert len(drawn) > 1
+    assert make(method).propose([request("a", 1.5)])[0].tokens.tolist() in [list(tree) for tree in drawn]
+
+
+def test_a_distribution_is_treated_as_the_targets() -> None:
+    ids = np.array([7, 3, 9, 1], np.int32)
+    p = np.array([0.4, 0.3, 0.2, 0.05])  # of the whole vocabulary
+    log_q = np.log(p).astype(np.float32)
+
+    def of(temperature: float, top_p: float = 1.0, top_k: int = 0, min_p: float = 0.0) -> dict[int, float]:
+        found = shaped(ids, log_q, Sampling(temperature, top_p, top_k, min_p, None))
+        assert found.q.sum() == pytest.approx(1.0)
+        return dict(zip(found.ids.tolist(), found.q.tolist(), strict=True))
+
+    whole = p / p.sum()
+    assert of(0.0) == of(1.0) == pytest.approx(dict(zip(ids.tolist(), whole, strict=True)), rel=1e-6)
+    sharp = p**2 / (p**2).sum()
+    assert of(0.5) == pytest.approx(dict(zip(ids.tolist(), sharp, strict=True)), rel=1e-6)
+    assert of(1.0, top_k=2) == pytest.approx({7: 4 / 7, 3: 3 / 7}, rel=1e-6)
+    assert set(of(1.0, top_p=0.5)) == {7, 3}
+    assert set(of(1.0, top_p=0.01)) == {7}
+    assert set(of(1.0, min_p=0.4)) == {7, 3, 9}
+    assert set(of(1e-4)) == {7}
+
+
+def test_which_requests_are_drawn() -> None:
+    assert is_drawn(request("a", 0.7))
+    assert not is_drawn(request("a"))
+    assert not is_drawn(request("a", 0.7, seed=0))
+    assert not is_drawn(request("a", 0.7, chain=True))
+
+
+def test_options() -> None:
+    assert DraftModelOptions(model="self", self_layers=2).self_layers == 2
+    with pytest.raises(ValidationError, match="only model='self' has layers to choose; model='path'"):
+        DraftModelOptions(model="path", self_layers=2)
+    with pytest.raises(ValidationError):
+        DraftModelOptions()  # type: ignore[call-arg]

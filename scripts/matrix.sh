@@ -14,6 +14,9 @@ for method in ${*:-token_recycling suffix_tree rest stand aded input_copy hybrid
         .venv/bin/vllm-ext datastore build --tokenizer "$model" --output "$store" docs README.md vllm_ext tests
         given="{\"method\": \"rest\", \"datastore\": \"$store\"}"
     fi
+    case $method in
+        dyspec | rsd_c | rsd_s | spectr) given="{\"method\": \"$method\", \"model\": \"self\"}" ;;
+    esac
     # shellcheck disable=SC2086
     .venv/bin/python -m pytest -q -m engine $tests tests/engine/test_state_engine.py::test_a_second_start_is_warm_and_lossless \
         --method "$given"

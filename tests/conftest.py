@@ -112,6 +112,12 @@ def plain_llm(model_dir: str) -> Iterator[Any]:
 
 
 @pytest.fixture(scope="session")
+def plain_slice_llm(slice_dir: str) -> Iterator[Any]:
+    """The same of the two layers."""
+    yield from engine(slice_dir)
+
+
+@pytest.fixture(scope="session")
 def tested_llm(model_dir: str, tested_method: dict[str, Any]) -> Iterator[Any]:
     """A float32 engine with `tested_method`."""
     yield from engine(model_dir, tested_method)

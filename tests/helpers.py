@@ -7,6 +7,7 @@ import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -45,3 +46,28 @@ def assert_same_outputs(expected: Sequence[Sequence[int]], actual: Sequence[Sequ
                 f"request {number} differs at token {position}: expected {list(a[position : position + 5])}, "
                 f"got {list(b[position : position + 5])}; lengths {len(a)} and {len(b)}"
             )
+
+
+def long_and_short_prompts(llm: Any, count: int) -> list[list[int]]:
+    """Token ids of ``count`` different chats, some long enough to be computed in several chunks."""
+    tokenizer = llm.get_tokenizer()
+    texts = [own_prompts()[i % 8] * (1 + 3 * (i % 4 == 3)) + " " * (i // 8) for i in range(count)]
+    return [
+        tokenizer.apply_chat_template(
+            [{"role": "user", "content": text}], add_generation_prompt=True, return_dict=False
+        )
+        for text in texts
+    ]
+
+
+def generate(llm: Any, inputs: list[list[int]], params: list[Any]) -> list[list[int]]:
+    """Token ids of the answers to prompts of token ids, all at once."""
+    outputs = llm.generate([{"prompt_token_ids": tokens} for tokens in inputs], params, use_tqdm=False)
+    return [list(o.outputs[0].token_ids) for o in outputs]
+
+
+def preemptions(llm: Any) -> int:
+    """How often requests were preempted so far."""
+    (metric,) = [m for m in llm.get_metrics() if m.name == "vllm:num_preemptions"]
+    value: int = metric.value
+    return value

@@ -502,7 +502,7 @@ def test_all_ranks_take_over_what_rank_0_has_read(
     learn(drafter)
     drafter.close()
     group = Group()
-    monkeypatch.setattr("vllm_ext.v1_drafter.get_tp_group", lambda: group)
+    monkeypatch.setattr("vllm_ext.v1_memory.get_tp_group", lambda: group)
     loaded(state_dir=str(folder), world_size=2).close()
     assert group.sent["started"].tolist() == [1, 1]
     before = (folder / files(folder)[0]).stat()

@@ -57,6 +57,8 @@ HOOKS = (
         "loads our drafter",
     ),
     Hook("vllm.v1.worker.gpu_worker", "Worker.init_device", ("self",), "installs our runner"),
+    Hook("vllm.v1.core.sched.scheduler", "Scheduler", ("vllm_config",), "reserves a draft model's KV slots"),
+    Hook("vllm.config", "VllmConfig.num_lookahead_tokens", None, "tells which slots those are"),
     Hook("vllm.v1.worker.gpu_worker", "Worker.shutdown", ("self",), "saves what was learnt"),
     Hook(
         "vllm.distributed.parallel_state",
@@ -241,6 +243,18 @@ def check_engine_args(args: Any, method: str) -> None:
     for refused, what, rule in refusals:
         if refused:
             raise ValueError(_refusal(method, what, rule))
+
+
+def check_scheduler(args: Any, method: str) -> None:
+    """Refuse a scheduler of the user's own next to a draft model, which needs slots that vLLM's does not reserve.
+
+    Raises:
+        ValueError: naming the option, its value and the way out.
+    """
+    if args.scheduler_cls is not None:
+        raise ValueError(
+            _refusal(method, f"scheduler_cls={args.scheduler_cls!r}", "must be unset: it brings its own.")
+        )
 
 
 def check_vllm_config(vllm_config: Any, method: str) -> None:

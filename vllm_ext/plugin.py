@@ -17,6 +17,7 @@ from vllm_ext import __version__
 # What vLLM loads as its custom_class drafter, and what drives it.
 DRAFTER_CLASS = "vllm_ext.v1_drafter.Drafter"
 WORKER_CLASS = "vllm_ext.v1_worker.Worker"
+SCHEDULER_CLASS = "vllm_ext.v1_scheduler.Scheduler"  # of methods with a draft model
 
 
 _wrapper: Any = None
@@ -57,6 +58,7 @@ def _create_engine_config(original: Any, engine_args: Any, *args: Any, **kwargs:
     from vllm.logger import init_logger
 
     from vllm_ext import compat, patches, state, vocabulary
+    from vllm_ext.proposers.draft_model import DraftModelOptions
 
     compat.check_version()
     requested = dict(engine_args.speculative_config)
@@ -69,6 +71,8 @@ def _create_engine_config(original: Any, engine_args: Any, *args: Any, **kwargs:
         requested["num_speculative_tokens"] = engine_args.spec_tokens
     settings = config.parse(requested)
     compat.check_engine_args(engine_args, settings.method)
+    if isinstance(settings.options, DraftModelOptions):
+        compat.check_scheduler(engine_args, settings.method)
     if (state_dir := settings.options.state_dir) is not None:
         # Absolute: a worker may have another working directory.
         settings = settings.with_options(state_dir=str(state.prepare_folder(state_dir)))
@@ -89,6 +93,8 @@ def _create_engine_config(original: Any, engine_args: Any, *args: Any, **kwargs:
         # custom_class rules it out; set, it spares the user vLLM's warning about a method they did not name.
         "async_scheduling": False,
     }
+    if isinstance(settings.options, DraftModelOptions):
+        rewritten["scheduler_cls"] = SCHEDULER_CLASS
     # The caller's EngineArgs keep what the user wrote, so that a second call sees the same.
     saved = {name: getattr(engine_args, name) for name in rewritten}
     for name, value in rewritten.items():
@@ -105,6 +111,10 @@ def _create_engine_config(original: Any, engine_args: Any, *args: Any, **kwargs:
         model.get_vocab_size(),
         functools.partial(vocabulary.hash_of, model.tokenizer, model.tokenizer_revision),
     )
+    if isinstance(settings.options, DraftModelOptions):
+        from vllm_ext import companion_load
+
+        companion_load.check(vllm_config, settings.options)
     patches.allow_all_sampling_parameters(DRAFTER_CLASS)
     # Our counters are a file named after the instance; vLLM's own five hex digits could meet on a busy host.
     vllm_config.instance_id = uuid.uuid4().hex

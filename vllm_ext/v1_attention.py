@@ -89,7 +89,9 @@ def warm_up(layer: Any) -> None:
     impl, kv_cache = layer.impl, layer.kv_cache
     query = torch.zeros((1, impl.num_heads, impl.head_size), dtype=kv_cache.dtype, device=kv_cache.device)
     zero = torch.zeros(1, dtype=torch.int32, device=kv_cache.device)
-    rows = TreeRows(zero[None], first_row=zero, num_rows=zero + 1, context_len=zero, parents=zero - 1)
+    rows = TreeRows(
+        zero[None], first_row=zero, num_rows=zero + 1, num_past=zero, context_len=zero, parents=zero - 1
+    )
     key_cache, value_cache = impl.kv_views(kv_cache)
     tree_attention(query, key_cache, value_cache, torch.empty_like(query), rows, impl.scale)
 

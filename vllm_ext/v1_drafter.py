@@ -7,7 +7,6 @@ vLLM's own narrow ``propose()`` signature does not carry.
 
 from __future__ import annotations
 
-import threading
 import time
 from typing import Any
 
@@ -16,11 +15,15 @@ import torch
 from vllm.distributed.parallel_state import get_tp_group
 from vllm.logger import init_logger
 
-from vllm_ext import config, metrics, state
+from vllm_ext import config, metrics
+from vllm_ext.companion import Companion
 from vllm_ext.kernels.top_k import top_k_ids
 from vllm_ext.proposers.base import Request, Sampling, VerifiedRows
 from vllm_ext.proposers.budget import GoodputBudget
+from vllm_ext.proposers.draft_budget import DraftBudget
+from vllm_ext.proposers.draft_model import DraftModelProposer
 from vllm_ext.proposers.tree import DraftTree, Float32, Int32
+from vllm_ext.v1_memory import Memory
 from vllm_ext.v1_trees import StepTrees
 
 logger = init_logger("vllm.vllm_ext")
@@ -41,9 +44,10 @@ class Drafter:
         self._dtype = vllm_config.model_config.dtype
         self._max_model_len: int = vllm_config.model_config.max_model_len
         self.proposer = settings.proposer_class.from_options(settings.options, self._vocab_size)
-        # Held while the proposer learns or is read; a save copies what it has learnt in another thread.
-        self._learning = threading.Lock()
-        self._keeper: state.Keeper | None = None  # rank 0's, with a state_dir
+        self.companion: Companion | None = None
+        if isinstance(self.proposer, DraftModelProposer):
+            self.companion = self.proposer.draft = Companion(vllm_config, self.proposer.options)
+        self._memory = Memory(vllm_config, settings, lambda counter: self._count({counter: 1}))
         self._sampling: dict[str, Sampling] = {}  # by request id; its keys are the requests started
         self._top: tuple[Int32, Float32] | None = None  # of this step's rows, from `tap` to `step`
         # By request id, the tree of the next step. The scheduler may cut it.
@@ -57,13 +61,19 @@ class Drafter:
                 create=True,
             )
         self.num_nodes = settings.options.num_speculative_tokens  # most of one request
+        # The first cuts what was drafted, the second says how much to draft.
         self.budget: GoodputBudget | None = None
+        self.draft_budget: DraftBudget | None = None
         if settings.options.budget == "goodput":
-            self.budget = GoodputBudget(settings.options.num_speculative_tokens)
+            if self.companion is None:
+                self.budget = GoodputBudget(self.num_nodes)
+            else:
+                self.draft_budget = DraftBudget(self.num_nodes)
         # A clock differs between ranks, and what follows from it may only decide how much of a tree is
         # scheduled (rank 0's does), never which tree is made.
         self._may_hint = vllm_config.parallel_config.world_size == 1
         self._step_ended = 0.0
+        self._draft_seconds = 0.0  # of a draft model, since the step ended
         self.tap_seconds = 0.0  # time spent in `tap`; the rest of the drafting is timed from outside
 
     def load_model(self, model: Any) -> None:
@@ -73,73 +83,21 @@ class Drafter:
             logits = parameter.new_zeros((2, self._vocab_size), dtype=self._dtype)
             top_k_ids(logits, self.proposer.verified_top_k)
         self.proposer.warm_up()
-        if self._settings.options.state_dir is not None:
-            self._restore(self._settings.options.state_dir)
+        if self.companion is not None:
+            self.companion.load(model)
+        self.proposer = self._memory.restore(self.proposer)
         logger.info(
             "vllm-ext: %s holds %.2f MB of host memory",
             type(self.proposer).__name__,
             self.proposer.memory_bytes / 1e6,
         )
 
-    def _restore(self, state_dir: str) -> None:
-        """Take over what was saved, the same on all ranks, and keep what is learnt from now on."""
-        file, arrays = None, None
-        if self._config.parallel_config.rank == 0:
-            file = state.StateFile(
-                state.prepare_folder(state_dir), state.Identity.of(self._config, self._settings)
-            )
-            try:
-                arrays = file.load()
-            except state.StateError as error:
-                file = self._set_aside(file, str(error))
-        if self._config.parallel_config.world_size > 1:
-            # Not read by each: another server may replace it meanwhile, and other hosts may not have it.
-            arrays = get_tp_group().broadcast_object(arrays, src=0)
-        if arrays is not None:
-            try:
-                self.proposer.restore(arrays)
-            except ValueError as error:  # on all ranks alike
-                self.proposer = self._settings.proposer_class.from_options(
-                    self._settings.options, self._vocab_size
-                )
-                if file is not None:
-                    file = self._set_aside(file, str(error))
-            else:
-                self._count({"state_loads": 1})
-                if file is not None:
-                    logger.info("vllm-ext: loaded what was learnt from %s", file.path)
-        if file is not None:
-            self._keeper = state.Keeper(
-                file,
-                self.proposer.learned,
-                self._learning,
-                60.0 * self._settings.options.state_interval_minutes,
-                lambda counter: self._count({counter: 1}),
-            )
-
-    def _set_aside(self, file: state.StateFile, reason: str) -> state.StateFile | None:
-        """The file to save to; None where the unusable one cannot be moved out of the way."""
-        self._count({"state_set_aside": 1})
-        try:
-            file.set_aside(reason)
-        except OSError as error:
-            logger.warning(
-                "vllm-ext: the saved state %s cannot be used: %s. Nor can it be renamed (%s): nothing "
-                "will be saved.",
-                file.path,
-                reason,
-                error,
-            )
-            return None
-        return file
-
     def close(self) -> None:
         """Save what was learnt, running requests' text too. Called when the worker shuts down; may be again."""
-        if self._keeper is not None:
+        if self._memory.keeps:
             for request_id in list(self._sampling):
                 self.finish(request_id)
-            self._keeper.close()
-            self._keeper = None
+            self._memory.close()
 
     def propose(self, *args: Any, **kwargs: Any) -> list[list[int]]:
         """vLLM's own entry; ours is `step`. Reached only when our worker is not in place."""
@@ -191,15 +149,19 @@ class Drafter:
             for request_id, tokens in zip(runner.input_batch.req_ids, sampled, strict=True)
         ]
         try:
-            with self._learning:
+            with self._memory.lock:
                 self._observe(runner, trees, [tokens[:n] for tokens, n in zip(sampled, kept, strict=True)])
+                if self._could_be_cut(sampled):
+                    num_draft_tokens = 0
+                if self.draft_budget is not None:
+                    num_draft_tokens = min(num_draft_tokens, self._plan(self.draft_budget, runner, sampled))
                 requests, slots = self._requests(runner, num_draft_tokens, sampled, kept)
+                proposed = self._propose(runner, trees, requests, sampled)
                 proposals = [
                     tree.best_chain() if request.chain and not tree.is_chain else tree
-                    for request, tree in zip(requests, self.proposer.propose(requests), strict=True)
+                    for request, tree in zip(requests, proposed, strict=True)
                 ]
-                if self._keeper is not None:
-                    self._keeper.touch()
+                self._memory.touch()
             sizes = self._sizes(requests, proposals)
             for request, slot, tree, size in zip(requests, slots, proposals, sizes, strict=True):
                 # Whole, not cut: other ranks' clocks may have chosen other sizes, and rank 0's is scheduled.
@@ -211,6 +173,56 @@ class Drafter:
             return [[] for _ in sampled]
         self._clock_step(runner, trees)
         return drafts
+
+    def _could_be_cut(self, sampled: list[list[int]]) -> bool:
+        """Whether the scheduler may leave out nodes of trees that must be verified whole.
+
+        It takes running requests in turn; those with a prompt to go on with may use up a step's tokens. Only worst
+        cases count: what was drawn may not decide.
+        """
+        if not (isinstance(self.proposer, DraftModelProposer) and self.proposer.whole):
+            return False
+        most = self._config.scheduler_config.max_num_batched_tokens
+        return not all(sampled) or len(sampled) * (1 + self.num_nodes) > most
+
+    def _plan(self, budget: DraftBudget, runner: Any, sampled: list[list[int]]) -> int:
+        """How many nodes to draft for each request, the same on all ranks though their clocks differ."""
+        decoding = [slot for slot, tokens in enumerate(sampled) if tokens]
+        nodes = 0
+        if decoding:
+            context = int(runner.input_batch.num_tokens_no_spec[decoding].sum())
+            nodes = budget.plan(len(decoding), context)
+            self._show(budget.state())
+        if self._config.parallel_config.world_size > 1:
+            nodes = get_tp_group().broadcast_object(nodes, src=0)
+        return nodes
+
+    def _propose(
+        self, runner: Any, trees: StepTrees, requests: list[Request], sampled: list[list[int]]
+    ) -> list[DraftTree]:
+        """The proposer's trees; with a draft model that has read what this step has committed."""
+        companion = self.companion
+        if companion is None:
+            return self.proposer.propose(requests)
+        started = time.perf_counter()
+        known = runner.input_batch.num_tokens_no_spec[: len(sampled)].tolist()
+        # The last token was sampled and has no KV yet; of a prompt that goes on, all that was scheduled is computed.
+        computed = [
+            tokens - 1 if emitted else int(context) + 1
+            for tokens, emitted, context in zip(known, sampled, trees.context, strict=True)
+        ]
+        drafting = {r.request_id for r in requests if r.budget_tokens > 0 and r.max_depth > 0}
+        companion.advance(computed, known, drafting)
+        proposed = self.proposer.propose(requests)
+        self._draft_seconds = time.perf_counter() - started
+        if self.draft_budget is not None and drafting:
+            context = sum(len(request.tokens) for request in requests)
+            for seconds, rows, num_requests in companion.passes:
+                if rows <= MAX_PASS_ROWS * num_requests:  # no prompt in it
+                    self.draft_budget.pass_cost.record(seconds, rows, num_requests, context)
+            host = self._draft_seconds - sum(seconds for seconds, _, _ in companion.passes)
+            self.draft_budget.drafted([tree for tree in proposed if len(tree)], host)
+        return proposed
 
     def _fault(self, what: str) -> None:
         """Log the exception in hand and count it. Call in an except block."""
@@ -230,7 +242,7 @@ class Drafter:
         return True
 
     def _sizes(self, requests: list[Request], trees: list[DraftTree]) -> list[int]:
-        """How many nodes of each tree the next step verifies."""
+        """How many nodes of each tree the next step verifies: all where that was decided before they were drawn."""
         if self.budget is None:
             return [len(tree) for tree in trees]
         sizes = self.budget.choose(
@@ -238,12 +250,15 @@ class Drafter:
             [tree.probabilities for tree in trees],
             sum(len(request.tokens) for request in requests),
         )
+        self._show(self.budget.state())
+        return sizes
+
+    def _show(self, state: dict[str, float]) -> None:
+        """Put a budget's figures on /metrics."""
         if self._counters is not None:
-            state = self.budget.state()
             self._counters.set_gauges(
                 {name: state.get(name.removeprefix("spec_budget_"), 0.0) for name in metrics.GAUGES}
             )
-        return sizes
 
     def _clock_step(self, runner: Any, trees: StepTrees) -> None:
         """Tell the budget what the step that ends now has cost.
@@ -255,18 +270,24 @@ class Drafter:
         busy, cycle = now - runner.step_started, now - self._step_ended
         self._step_ended = now
         query_tokens = int(runner.query_start_loc.np[len(trees.query_row)])
-        if self.budget is not None and query_tokens == trees.row_start[-1]:  # no prompt in it
-            seconds = cycle if cycle < 2 * busy else busy
-            self.budget.cost.record(seconds, query_tokens, len(trees.query_row), int(trees.context.sum()))
+        budget = self.budget or self.draft_budget
+        drafting, self._draft_seconds = (
+            self._draft_seconds,
+            0.0,
+        )  # a draft model's time is accounted for apart
+        if budget is not None and query_tokens == trees.row_start[-1]:  # no prompt in it
+            seconds = (cycle if cycle < 2 * busy else busy) - drafting
+            budget.cost.record(seconds, query_tokens, len(trees.query_row), int(trees.context.sum()))
 
     def finish(self, request_id: str) -> None:
         """A request is gone."""
         self.proposed.pop(request_id, None)
+        if self.companion is not None:
+            self.companion.forget(request_id)
         if self._sampling.pop(request_id, None) is not None:
-            with self._learning:
+            with self._memory.lock:
                 self.proposer.finish(request_id)
-                if self._keeper is not None:
-                    self._keeper.touch()
+                self._memory.touch()
             if self.budget is not None:
                 self.budget.finish(request_id)
 
@@ -305,6 +326,10 @@ class Drafter:
                     for name, count in zip(names, num_rows.tolist(), strict=True)
                 ],
                 [len(path) for path in trees.accepted],
+            )
+        if self.draft_budget is not None:
+            self.draft_budget.observe(
+                (num_rows - 1).tolist(), [[row - 1 for row in path] for path in trees.accepted]
             )
         num_emitted, num_steps = sum(map(len, sampled)), sum(map(bool, sampled))
         self._count(
@@ -362,6 +387,8 @@ class Drafter:
             self._counters.add(amounts)
 
 
+# More rows a request than this in a draft model's pass are a prompt's.
+MAX_PASS_ROWS = 8
 _NO_TOP_IDS = np.empty((0, 0), dtype=np.int32)
 _NO_TOP_LOGITS = np.empty((0, 0), dtype=np.float32)
 

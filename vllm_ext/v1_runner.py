@@ -13,6 +13,7 @@ Overrides of five methods and one attribute (the rejection sampler); everything 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -24,6 +25,7 @@ from vllm.v1.sample.logits_processor import BUILTIN_LOGITS_PROCESSORS, LogitsPro
 
 from vllm_ext import v1_attention
 from vllm_ext.kernels.tree_attention import TreeRows
+from vllm_ext.proposers.step_cost import StepCost
 from vllm_ext.proposers.tree import Int32
 from vllm_ext.v1_drafter import Drafter
 from vllm_ext.v1_sampler import TreeSampler
@@ -47,12 +49,15 @@ class SpeculativeRunner:
 
     # Ours, between the methods of one step.
     step_trees: StepTrees | None = None
+    step_common: Any = None  # vLLM's metadata of the step, of no group in particular
     greedy_choice: Int32 | None = None  # [num_rows] argmax of each row, while no mask is in the logits
     step_started: float = 0.0
 
     def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> Any:
         """After vLLM has bound the caches: find out whether this model can verify trees."""
         result = super().initialize_kv_cache(*args, **kwargs)  # type: ignore[misc]
+        if self.drafter.companion is not None:
+            self.drafter.companion.bind(self)
         self.drafter.chain_reason = self._chain_reason()
         if self.drafter.chain_reason is not None:
             logger.warning(
@@ -89,33 +94,54 @@ class SpeculativeRunner:
         Without attention, whose share is small at short contexts and learnt from real steps.
         """
         runner: Any = self
-        budget, scheduler = self.drafter.budget, runner.scheduler_config
-        if budget is None:
+
+        def target_pass(size: int) -> None:
+            hidden_states, _ = runner._dummy_run(size)
+            runner.model.compute_logits(hidden_states[:size])
+
+        drafter = self.drafter
+        if drafter.budget is not None:
+            self._calibrate(drafter.budget.cost, target_pass, "forward pass", CALIBRATION_SECONDS)
+        if drafter.companion is None:
             return
-        most = min(scheduler.max_num_seqs * (1 + budget.ceiling), scheduler.max_num_batched_tokens, 128)
+        draft_pass = drafter.companion.calibration_pass
+        draft_pass(1)  # compiles what would else stall the first request
+        if drafter.draft_budget is not None:
+            self._calibrate(drafter.draft_budget.cost, target_pass, "forward pass", CALIBRATION_SECONDS)
+            self._calibrate(
+                drafter.draft_budget.pass_cost, draft_pass, "draft model's pass", CALIBRATION_SECONDS / 2
+            )
+
+    def _calibrate(self, cost: StepCost, run: Callable[[int], None], what: str, patience: float) -> None:
+        runner: Any = self
+        scheduler = runner.scheduler_config
+        most = min(
+            scheduler.max_num_seqs * (1 + self.drafter.num_nodes), scheduler.max_num_batched_tokens, 128
+        )
         # Powers of two first, then what lies between them, small ones first: knees are where it matters.
         powers = [1 << power for power in range(8)]
         between = [size for size in (*range(3, 16), *range(20, 128, 4)) if size not in powers]
         seconds: dict[int, float] = {}
         begun = time.perf_counter()
         for size in (size for size in (*powers, *between) if size <= most):
-            if size in between and time.perf_counter() - begun > CALIBRATION_SECONDS:
+            if size in between and time.perf_counter() - begun > patience:
                 break
             times = []
             for _ in range(CALIBRATION_RUNS):
                 started = time.perf_counter()
-                hidden_states, _ = runner._dummy_run(size)
-                runner.model.compute_logits(hidden_states[:size])
+                run(size)
                 runner._sync_device()
                 times.append(time.perf_counter() - started)
             seconds[size] = min(times)
-        budget.cost.calibrate(list(seconds), list(seconds.values()))
+        cost.calibrate(list(seconds), list(seconds.values()))
         curve = ", ".join(f"{size}: {1e3 * seconds[size]:.1f}" for size in sorted(seconds))
-        logger.info("vllm-ext: milliseconds of a forward pass by query tokens: %s", curve)
+        logger.info("vllm-ext: milliseconds of a %s by query tokens: %s", what, curve)
 
     def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         """vLLM's, timed."""
         self.step_started = time.perf_counter()
+        if self.drafter.companion is not None:
+            self.drafter.companion.begin_step(scheduler_output)
         return super().execute_model(scheduler_output, *args, **kwargs)  # type: ignore[misc]
 
     def _prepare_inputs(self, scheduler_output: Any, num_scheduled_tokens: Any) -> Any:
@@ -142,6 +168,7 @@ class SpeculativeRunner:
     def _build_attention_metadata(self, *args: Any, **kwargs: Any) -> Any:
         """vLLM's metadata, marked with the step's trees."""
         metadata, common = super()._build_attention_metadata(*args, **kwargs)  # type: ignore[misc]
+        self.step_common = common
         trees = self.step_trees
         if trees is not None and isinstance(metadata, dict) and self.drafter.chain_reason is None:
             runner: Any = self
@@ -167,6 +194,7 @@ class SpeculativeRunner:
             block_table=metadata.block_table[_to(ours, self.device)],
             first_row=_to(trees.query_row[ours], self.device),
             num_rows=_to(num_rows[ours], self.device),
+            num_past=torch.zeros(len(ours), dtype=torch.int32, device=self.device),
             context_len=_to(trees.context[ours], self.device),
             parents=_to(np.concatenate([trees.parents[trees.rows(i)] for i in ours]), self.device),
         )
@@ -220,12 +248,16 @@ class SpeculativeRunner:
         """Copy KV rows between the slots of two lists of query rows, by the backend's own writer."""
         runner: Any = self
         context = runner.compilation_config.static_forward_context
+        # A draft model reads committed tokens again.
+        skipped = self.drafter.companion.layers if self.drafter.companion is not None else ()
         for group_id, groups in enumerate(runner.attn_groups):
             slots = self.input_batch.block_table[group_id].slot_mapping.gpu
             from_slots, to_slots = slots[source], slots[target]
             for group in groups:
                 blocks = offsets = None
                 for name in group.layer_names:
+                    if name in skipped:
+                        continue
                     layer = context[name]
                     impl, kv_cache = layer.impl, layer.kv_cache
                     if impl.kv_sharing_target_layer_name is not None:

@@ -25,6 +25,10 @@ from vllm.v1.sample.logits_processor.builtin import (
 from vllm.v1.sample.rejection_sampler import PLACEHOLDER_TOKEN_ID, RejectionSampler
 
 from vllm_ext.samplers.tree_walk import greedy_walk, walk
+from vllm_ext.v1_drawn import DrawnSampler
+from vllm_ext.v1_trees import StepTrees
+
+VERIFICATION = 0xACCE  # in the seed of its noise: apart from the draft's
 
 
 class TreeSampler(RejectionSampler):  # type: ignore[misc]  # vLLM is untyped to us
@@ -32,6 +36,7 @@ class TreeSampler(RejectionSampler):  # type: ignore[misc]  # vLLM is untyped to
 
     # Set for this runner by `v1_runner`.
     runner: Any = None
+    _drawn_sampler: DrawnSampler | None = None
 
     def forward(
         self, metadata: Any, draft_probs: Any, logits: torch.Tensor, sampling_metadata: Any
@@ -47,10 +52,12 @@ class TreeSampler(RejectionSampler):  # type: ignore[misc]  # vLLM is untyped to
                 choice = self.sampler.greedy_sample(logits.to(torch.float32)).cpu().numpy()
             trees.accepted, emitted = greedy_walk(trees.row_start, trees.tokens, trees.parents, choice)
         else:
-            rounds = _Rounds(self.runner, self.sampler, logits, trees.row_start, sampling_metadata)
-            tokens = trees.tokens
+            tokens, sampler = trees.tokens, self.sampler
             if not _can_advance(sampling_metadata):
                 tokens = np.full_like(tokens, PLACEHOLDER_TOKEN_ID)  # nothing matches: one token each
+            elif trees.drawn:
+                sampler = self._verifier(trees)
+            rounds = _Rounds(self.runner, sampler, logits, trees.row_start, sampling_metadata)
             trees.accepted, emitted = walk(trees.row_start, tokens, trees.parents, rounds.draw)
             logprobs = rounds.logprobs(max(map(len, emitted)))
         width = max(map(len, emitted))
@@ -58,6 +65,14 @@ class TreeSampler(RejectionSampler):  # type: ignore[misc]  # vLLM is untyped to
         for row, tokens in zip(padded, emitted, strict=True):
             row[: len(tokens)] = tokens
         return SamplerOutput(torch.from_numpy(padded).to(logits.device), logprobs)
+
+    def _verifier(self, trees: StepTrees) -> DrawnSampler:
+        """The stock sampler, but for rows with children that were drawn."""
+        if self._drawn_sampler is None:
+            seed = self.runner.model_config.seed
+            self._drawn_sampler = DrawnSampler(self.sampler, np.random.default_rng([VERIFICATION, seed]))
+        self._drawn_sampler.trees = trees
+        return self._drawn_sampler
 
 
 class _Rounds:
@@ -80,6 +95,8 @@ class _Rounds:
         index = torch.from_numpy(self._row_start[list(requests)] + np.array(rows))
         first = not emitted[0]
         metadata = self._metadata if first else self._advanced(requests, emitted)
+        if isinstance(self._sampler, DrawnSampler):
+            self._sampler.at(requests, rows)
         output = self._sampler(logits=self._logits[index.to(self._logits.device)], sampling_metadata=metadata)
         if output.logprobs_tensors is not None:
             self._parts.append((list(requests), output.logprobs_tensors))

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from vllm_ext.proposers.tree import DraftTree, Int32, num_ancestors
+from vllm_ext.proposers.tree import DraftTree, Drawn, Int32, num_ancestors
 
 
 @dataclass(slots=True)
@@ -29,6 +29,8 @@ class StepTrees:
     decoding: list[
         int
     ]  # batch indices of the requests all of whose query rows are verified: no prompt among them
+    # By batch index, what the verifier of a tree must know that was drawn. Row r + 1 is its node r.
+    drawn: dict[int, Drawn] = field(default_factory=dict)
     accepted: list[list[int]] = field(default_factory=list)  # [num_requests] offsets of the accepted rows
 
     @classmethod
@@ -64,6 +66,7 @@ class StepTrees:
         offset = np.arange(row_start[-1], dtype=np.int32) - np.repeat(row_start[:-1], num_rows)
         parents = offset - 1
         branching = []
+        drawn = {}
         for index, request_id in enumerate(request_ids):
             tree = proposed.get(request_id)
             if tree is None or num_rows[index] == 1:
@@ -73,10 +76,13 @@ class StepTrees:
                 len(drafts) <= len(tree)
                 and num_scheduled[index] == num_rows[index]
                 and tree.tokens[: len(drafts)].tolist() == list(drafts)
-                and not (cut := tree.prefix(len(drafts))).is_chain
             ):
-                parents[row_start[index] + 1 : row_start[index + 1]] = cut.parents + 1
-                branching.append(index)
+                cut = tree.prefix(len(drafts))
+                if not cut.is_chain:
+                    parents[row_start[index] + 1 : row_start[index + 1]] = cut.parents + 1
+                    branching.append(index)
+                if cut.drawn is not None:
+                    drawn[index] = cut.drawn
         return cls(
             row_start=row_start,
             tokens=input_ids[np.repeat(query_row, num_rows) + offset],
@@ -84,6 +90,7 @@ class StepTrees:
             query_row=query_row,
             context=num_computed + num_scheduled - num_rows,
             branching=branching,
+            drawn=drawn,
             decoding=np.flatnonzero(num_scheduled == num_rows).tolist(),
         )
 

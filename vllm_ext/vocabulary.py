@@ -83,3 +83,19 @@ def _tokenizer_file(name: str, revision: str | None) -> Path | None:
         return Path(hf_hub_download(name, "tokenizer.json", revision=revision))
     except (OSError, ValueError):  # no such file, no such repository, no network, no valid id
         return None
+
+
+def snapshot(name: str) -> Path:
+    """The folder of a model's files; of a Hugging Face id that of its snapshot, fetched where it is missing.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if Path(name).is_dir():
+        return Path(name).resolve()
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(name))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"target={name!r}: no folder, and not to be had by that id ({error})") from None

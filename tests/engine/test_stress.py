@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from conftest import engine
-from helpers import assert_same_outputs, own_prompts
+from helpers import assert_same_outputs, generate, long_and_short_prompts, preemptions
 from vllm import SamplingParams
 
 pytestmark = pytest.mark.engine
@@ -27,31 +27,8 @@ def small_llm(model_dir: str, tested_method: dict[str, Any]) -> Iterator[Any]:
     )
 
 
-def prompts(llm: Any, count: int) -> list[list[int]]:
-    """Token ids of ``count`` different chats, some long enough to be computed in several chunks."""
-    tokenizer = llm.get_tokenizer()
-    texts = [own_prompts()[i % 8] * (1 + 3 * (i % 4 == 3)) + " " * (i // 8) for i in range(count)]
-    return [
-        tokenizer.apply_chat_template(
-            [{"role": "user", "content": text}], add_generation_prompt=True, return_dict=False
-        )
-        for text in texts
-    ]
-
-
-def generate(llm: Any, inputs: list[list[int]], params: list[SamplingParams]) -> list[list[int]]:
-    outputs = llm.generate([{"prompt_token_ids": tokens} for tokens in inputs], params, use_tqdm=False)
-    return [list(o.outputs[0].token_ids) for o in outputs]
-
-
-def preemptions(llm: Any) -> int:
-    (metric,) = [m for m in llm.get_metrics() if m.name == "vllm:num_preemptions"]
-    value: int = metric.value
-    return value
-
-
 def test_preemption_chunked_prefill_joining_and_leaving(plain_llm: Any, small_llm: Any, enough: int) -> None:
-    inputs = prompts(plain_llm, 16)
+    inputs = long_and_short_prompts(plain_llm, 16)
     # Different lengths, so that requests leave and waiting ones join all the time; longer ones where few drafts are
     # right, and requests grow side by side.
     shortest = 40 if enough == 1 else 100
@@ -71,7 +48,7 @@ def test_penalties_survive_preemption(plain_llm: Any, small_llm: Any) -> None:
 
     No seeds here: vLLM on the CPU stops at a seeded request whose prompt comes in chunks, with or without us.
     """
-    inputs = prompts(plain_llm, 16)
+    inputs = long_and_short_prompts(plain_llm, 16)
     params = [
         SamplingParams(temperature=0, max_tokens=80 + i, ignore_eos=True, repetition_penalty=1.1, logprobs=1)
         for i in range(16)
@@ -83,7 +60,7 @@ def test_penalties_survive_preemption(plain_llm: Any, small_llm: Any) -> None:
 
 
 def test_aborts_hurt_nobody(plain_llm: Any, small_llm: Any) -> None:
-    inputs = prompts(plain_llm, 8)
+    inputs = long_and_short_prompts(plain_llm, 8)
     params = [SamplingParams(temperature=0, max_tokens=50, ignore_eos=True)] * 8
     expected = generate(plain_llm, inputs, params)
     engine = small_llm.llm_engine

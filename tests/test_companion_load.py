@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Draft models at start-up: what becomes of the options, and what is refused; no engine is started."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from vllm.engine.arg_utils import EngineArgs
+
+from vllm_ext import companion_load, plugin
+from vllm_ext.proposers.draft_model import DraftModelOptions
+
+
+def config_for(model_dir: str, method: dict[str, Any], **options: Any) -> Any:
+    return EngineArgs(
+        model=model_dir,
+        dtype="float32",
+        max_model_len=256,
+        speculative_config={"method": "dyspec", "num_speculative_tokens": 4, **method},
+        **options,
+    ).create_engine_config()
+
+
+def test_a_slice_of_the_target(model_dir: str) -> None:
+    made = config_for(model_dir, {"model": "self"})
+    assert made.scheduler_config.scheduler_cls == plugin.SCHEDULER_CLASS
+    for layers, expected in ((None, 7), (3, 3), (30, 30)):
+        options = DraftModelOptions(model="self", self_layers=layers)
+        draft = companion_load.draft_model_config(made, options)
+        assert draft.hf_config.num_hidden_layers == expected
+        assert draft.model == made.model_config.model
+        assert draft.dtype == made.model_config.dtype
+    assert made.model_config.hf_config.num_hidden_layers == 30
+
+
+def test_another_model(model_dir: str, slice_dir: str) -> None:
+    made = config_for(model_dir, {"model": slice_dir})
+    assert companion_load.draft_model_config(made, DraftModelOptions(model=slice_dir)).model == slice_dir
+
+
+@pytest.mark.parametrize(
+    ("method", "options", "message"),
+    [
+        ({}, {}, "model is missing, and required: folder or hub name of a draft model"),
+        ({"model": "/none"}, {}, "speculative_config.model='/none' cannot be used as a draft model of"),
+        (
+            {"model": "self", "self_layers": 31},
+            {},
+            "self_layers=31 is not allowed; allowed: 1 to 30",
+        ),
+        ({"model": "x", "self_layers": 2}, {}, "only model='self' has layers to choose; model='x'"),
+        (
+            {"model": "self"},
+            {"enable_lora": True},
+            "model='self' does not work with LoRA; name a draft model",
+        ),
+        ({"model": "self"}, {"scheduler_cls": "a.B"}, "scheduler_cls='a.B': it must be unset"),
+    ],
+)
+def test_refusals(model_dir: str, method: dict[str, Any], options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        config_for(model_dir, method, **options)
+    assert message in str(caught.value)
+
+
+def test_another_tokenizer_or_a_smaller_vocabulary(model_dir: str, slice_dir: str, tmp_path: Path) -> None:
+    other = shutil.copytree(slice_dir, tmp_path / "other")
+    tokenizer = json.loads((other / "tokenizer.json").read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    names = list(vocabulary)[1000:1002]
+    vocabulary[names[0]], vocabulary[names[1]] = vocabulary[names[1]], vocabulary[names[0]]
+    (other / "tokenizer.json").write_text(json.dumps(tokenizer))
+    with pytest.raises(ValueError, match=r"its tokenizer is not .*'s; a draft model must have the target's"):
+        config_for(model_dir, {"model": str(other)})
+    cut = shutil.copytree(slice_dir, tmp_path / "cut")
+    config = json.loads((cut / "config.json").read_text())
+    (cut / "config.json").write_text(json.dumps({**config, "vocab_size": 49_000}))
+    with pytest.raises(ValueError, match=r"its vocabulary has 49000 rows, the tokenizer 49152 tokens"):
+        config_for(model_dir, {"model": str(cut)})
+    # Padding is fine.
+    (cut / "config.json").write_text(json.dumps({**config, "vocab_size": 49_280}))
+    config_for(model_dir, {"model": str(cut)})

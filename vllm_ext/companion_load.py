@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which draft model there is: vLLM's config of it, a slice of the target in its place, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from vllm.config import ModelConfig
+
+from vllm_ext import vocabulary
+from vllm_ext.proposers.draft_model import SELF, DraftModelOptions
+
+
+def draft_model_config(vllm_config: Any, options: DraftModelOptions) -> Any:
+    """vLLM's ModelConfig of the draft model.
+
+    Raises:
+        ValueError: vLLM's own for a model it does not know or cannot load; or of a target whose layers cannot be taken.
+    """
+    target = vllm_config.model_config
+    overrides: dict[str, Any] = {}
+    name, revision = options.model, None
+    if options.model == SELF:
+        name, revision = target.model, target.revision
+        overrides = _slice_of(target, options, vllm_config.lora_config)
+    return ModelConfig(
+        model=name,
+        revision=revision,
+        tokenizer=target.tokenizer,
+        tokenizer_revision=target.tokenizer_revision,
+        tokenizer_mode=target.tokenizer_mode,
+        trust_remote_code=target.trust_remote_code,
+        dtype=target.dtype,
+        seed=target.seed,
+        max_model_len=target.max_model_len,
+        enforce_eager=target.enforce_eager,
+        hf_overrides=overrides,
+    )
+
+
+def _slice_of(target: Any, options: DraftModelOptions, lora_config: Any) -> dict[str, Any]:
+    text = target.hf_text_config
+    whole: int = text.num_hidden_layers
+    layers = options.self_layers or max(whole // 4, 1)
+    if layers > whole:
+        raise ValueError(
+            f"speculative_config.self_layers={layers} is not allowed; allowed: 1 to {whole}, the layers of "
+            f"{target.model}."
+        )
+    if lora_config is not None or target.is_multimodal_model:
+        raise ValueError(
+            f"speculative_config.model='self' does not work with "
+            f"{'LoRA' if lora_config is not None else 'a multimodal model'}; name a draft model."
+        )
+    types = getattr(text, "layer_types", None)
+    return {"num_hidden_layers": layers, **({"layer_types": types[:layers]} if types else {})}
+
+
+def first_layers(config: Any, target: Any, prefix: str) -> Any:
+    """The target's first layers, norm and head as a model: the same weights, attention layers of its own."""
+    from vllm.model_executor.model_loader.utils import initialize_model
+    from vllm.utils.torch_utils import set_default_torch_dtype
+
+    with set_default_torch_dtype(config.model_config.dtype), torch.device(config.device_config.device):
+        model = initialize_model(config, prefix=prefix)
+    _share(model, target)
+    return model.eval()
+
+
+def _share(module: Any, source: Any) -> None:
+    from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+
+    for name, child in list(module.named_children()):
+        if not any(isinstance(part, AttentionLayerBase) for part in child.modules()):
+            setattr(module, name, getattr(source, name))
+        elif not isinstance(child, AttentionLayerBase):
+            _share(child, getattr(source, name))
+
+
+def check(vllm_config: Any, options: DraftModelOptions) -> None:
+    """Refuse at start-up a draft model that does not fit the target.
+
+    Raises:
+        ValueError: naming it, what does not fit, and the way out.
+    """
+    target = vllm_config.model_config
+    try:
+        model_config = draft_model_config(vllm_config, options)
+    except (OSError, ValueError) as error:
+        if str(error).startswith("speculative_config."):
+            raise
+        raise ValueError(
+            f"speculative_config.model={options.model!r} cannot be used as a draft model of {target.model} with "
+            f"max_model_len={target.max_model_len}: {error}"
+        ) from error
+    if options.model == SELF:
+        return
+    theirs, ours = (
+        vocabulary.load_tokenizer(name, revision)
+        for name, revision in ((target.tokenizer, target.tokenizer_revision), (options.model, None))
+    )
+    if vocabulary.vocabulary_hash(theirs) != vocabulary.vocabulary_hash(ours):
+        raise ValueError(
+            f"speculative_config.model={options.model!r}: its tokenizer is not {target.tokenizer}'s; a draft model "
+            "must have the target's, id for id. Choose another."
+        )
+    if (rows := model_config.get_vocab_size()) < (needed := vocabulary.vocab_size(theirs)):
+        raise ValueError(
+            f"speculative_config.model={options.model!r}: its vocabulary has {rows} rows, the tokenizer {needed} "
+            "tokens; there may be more rows, not fewer. Choose another."
+        )

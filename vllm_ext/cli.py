@@ -13,6 +13,7 @@ from vllm_ext import __version__
 from vllm_ext.bench_cli import bench_command, report_command
 from vllm_ext.datastore_cli import datastore_app
 from vllm_ext.demo_cli import demo_command
+from vllm_ext.train_cli import train_app
 
 app = typer.Typer(
     name="vllm-ext",
@@ -25,6 +26,7 @@ app.command("demo")(demo_command)
 app.command("bench")(bench_command)
 app.command("report")(report_command)
 app.add_typer(datastore_app, name="datastore")
+app.add_typer(train_app, name="train")
 
 
 def _version(value: bool) -> None:

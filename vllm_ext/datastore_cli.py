@@ -64,7 +64,7 @@ def build_command(
 
     console, errors = Console(), Console(stderr=True)
     started = time.perf_counter()
-    with _errors(errors), _progress(errors) as report:
+    with errors_of(errors), progress_on(errors) as report:
         header, sources = build(inputs, output, tokenizer, field, append, report)
     for line in sources.skipped[:SHOWN]:
         errors.print(f"[yellow]left out:[/] {escape(line)}", highlight=False, soft_wrap=True)
@@ -72,9 +72,9 @@ def build_command(
         errors.print(f"[yellow]left out:[/] {len(sources.skipped) - SHOWN} more files")
     if sources.num_binary:
         errors.print(f"[yellow]left out:[/] files that are no text: {sources.num_binary}")
-    _say(console, f"{output}: {_summary(header)}, in {time.perf_counter() - started:.0f} s")
+    say(console, f"{output}: {_summary(header)}, in {time.perf_counter() - started:.0f} s")
     config = json.dumps({"method": "rest", "datastore": str(output.resolve())})
-    _say(console, f"serve with: --speculative-config '{config}'")
+    say(console, f"serve with: --speculative-config '{config}'")
 
 
 @datastore_app.command("info")
@@ -88,19 +88,19 @@ def info_command(
     from vllm_ext.proposers import datastore
 
     console = Console()
-    with _errors(Console(stderr=True)):
+    with errors_of(Console(stderr=True)):
         header = datastore.verify(folder, checksums=verify)
     table = Table("segment", "documents", "tokens", "bytes")
     for segment in header.segments:
         size = segment.num_tokens * (header.dtype.itemsize + 4)
         table.add_row(segment.name, f"{segment.num_documents:,}", f"{segment.num_tokens:,}", f"{size:,}")
-    _say(console, f"{folder}: {_summary(header)}")
+    say(console, f"{folder}: {_summary(header)}")
     made_by = f"tokenizer {header.tokenizer}, {header.vocab_size:,} ids, hash {header.tokenizer_hash}"
-    _say(console, f"format {header.version}, made {header.created}; {made_by}")
+    say(console, f"format {header.version}, made {header.created}; {made_by}")
     console.print(table)
     console.print("all checksums fit" if verify else "sizes fit; --verify reads everything")
     if len(header.segments) > MANY_SEGMENTS:
-        _say(console, f"each look-up searches every segment: vllm-ext datastore merge {folder}")
+        say(console, f"each look-up searches every segment: vllm-ext datastore merge {folder}")
 
 
 @datastore_app.command("merge")
@@ -110,12 +110,13 @@ def merge_command(folder: Annotated[Path, typer.Argument(help="Folder of a datas
 
     errors = Console(stderr=True)
     started = time.perf_counter()
-    with _errors(errors), _progress(errors) as report:
+    with errors_of(errors), progress_on(errors) as report:
         header = merge(folder, report)
-    _say(Console(), f"{folder}: {_summary(header)}, in {time.perf_counter() - started:.0f} s")
+    say(Console(), f"{folder}: {_summary(header)}, in {time.perf_counter() - started:.0f} s")
 
 
-def _say(console: Console, line: str) -> None:
+def say(console: Console, line: str) -> None:
+    """Print a line as it is."""
     console.print(line, highlight=False, soft_wrap=True, markup=False)
 
 
@@ -128,7 +129,7 @@ def _summary(header: Header) -> str:
 
 
 @contextmanager
-def _errors(console: Console) -> Iterator[None]:
+def errors_of(console: Console) -> Iterator[None]:
     """Exit 1 with the message of what a user can put right."""
     try:
         yield
@@ -143,7 +144,8 @@ def _errors(console: Console) -> Iterator[None]:
 
 
 @contextmanager
-def _progress(console: Console) -> Iterator[Report]:
+def progress_on(console: Console) -> Iterator[Report]:
+    """Bars with the time left, one for each name that is reported."""
     with Progress(
         TextColumn("{task.description}"),
         BarColumn(),

@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Distilling a draft model, in seconds: a target of 64 tokens whose distributions are known."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from vllm_ext import draft_data, train_cli
+from vllm_ext.draft_data import Answer
+from vllm_ext.draft_training import (
+    CHECKPOINT,
+    Batches,
+    Recipe,
+    Shape,
+    estimate,
+    loss_of,
+    make_model,
+    split,
+    train,
+)
+
+VOCAB, TOP_K = 64, 4
+SHAPE = Shape(hidden_size=32, num_layers=1, num_heads=2, intermediate_size=32)
+
+
+def nothing(*_: Any) -> None:
+    """No progress bar."""
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    folder = tmp_path_factory.mktemp("target")
+    config = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=48,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=48,
+        max_position_embeddings=256,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+def answers(count: int) -> list[Answer]:
+    """Each token has four successors, with chances 0.6, 0.2, 0.1 and 0.05."""
+    rng = np.random.default_rng(0)
+    logp = np.log(np.array([0.6, 0.2, 0.1, 0.05], np.float32))
+    made = []
+    for number in range(count):
+        tokens, tops = [1 + number % 7], []
+        for _ in range(20 + number % 9):
+            ids = (tokens[-1] * 5 + np.array([1, 2, 3, 4])) % VOCAB
+            tops.append(ids)
+            tokens.append(int(rng.choice(ids, p=np.exp(logp) / np.exp(logp).sum())))
+        made.append(
+            Answer(np.array(tokens, np.int32), 1, np.array(tops, np.int32), np.tile(logp, (len(tops), 1)))
+        )
+    return made
+
+
+def test_the_loss_is_the_cross_entropy_with_the_rest_as_one_class() -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(3, VOCAB, generator=generator)
+    top_ids = torch.tensor([[1, 5], [0, 63], [7, 8]])
+    p = torch.tensor([[0.5, 0.2], [0.9, 0.1], [0.3, 0.3]])
+    q = logits.softmax(1).gather(1, top_ids)
+    classes = torch.cat([p, 1 - p.sum(1, keepdim=True)], 1), torch.cat([q, 1 - q.sum(1, keepdim=True)], 1)
+    expected = -(classes[0] * classes[1].log()).sum(1).mean()
+    assert loss_of(logits, top_ids, p.log()) == pytest.approx(float(expected), abs=1e-5)
+
+
+def test_training_learns_the_targets_distribution_and_goes_on(target: Path, tmp_path: Path) -> None:
+    learnt, held_out = split(answers(200), 2, Recipe())
+    assert len(held_out) == 10
+    assert len(learnt) == 190
+    model = make_model(target, SHAPE, "cpu")
+    before = estimate(model, held_out, Recipe())
+    first = Recipe(minutes=0.05, batch_tokens=400, learning_rate=1e-2)
+    curve = train(model, learnt, first, tmp_path, nothing, nothing)
+    found = estimate(model, held_out, first)
+    assert curve[-1]["loss"] < curve[0]["loss"]
+    # All there is to have: the four successors are 0.95 of the target's mass.
+    assert found.sampled_acceptance > 0.85 > 0.3 > before.sampled_acceptance
+    assert found.greedy_acceptance > 0.95
+    assert found.chain_of_4 == pytest.approx(4.5, abs=0.5)
+    # Begun anew, from the checkpoint: nothing is lost, and time that is spent stays spent.
+    again = make_model(target, SHAPE, "cpu")
+    assert train(again, learnt, first, tmp_path, nothing, nothing)[: len(curve)] == curve
+    assert estimate(again, held_out, first) == found
+    assert (tmp_path / CHECKPOINT).exists()
+
+
+def test_batches_have_every_answer_once(target: Path) -> None:
+    given = answers(30)
+    recipe = Recipe(batch_tokens=100, max_length=16)
+    batches = Batches(given, recipe, "cpu")
+    assert sorted(index for part in batches.parts for index in part) == list(range(30))
+    for step in range(len(batches.parts)):
+        ids, mask, top_ids, top_logp = batches.at(step)
+        assert ids.shape[1] <= 16
+        assert int(mask.sum()) == len(top_ids) == len(top_logp)
+        # Each place that is learnt from precedes the token whose alternatives stand there.
+        places = ids[mask]
+        assert ((places * 5 + 1) % VOCAB == top_ids[:, 0]).all()
+
+
+def test_shards_come_back_and_bad_ones_are_named(tmp_path: Path) -> None:
+    given = answers(5)
+    draft_data._write(draft_data.shard_file(tmp_path, 0), given[:3])
+    draft_data._write(draft_data.shard_file(tmp_path, 64), given[3:])
+    for one, other in zip(given, draft_data.load(tmp_path), strict=True):
+        assert one.num_prompt_tokens == other.num_prompt_tokens
+        assert (one.tokens == other.tokens).all()
+        assert (one.top_ids == other.top_ids).all()
+        assert (one.top_logp == other.top_logp).all()
+    draft_data.shard_file(tmp_path, 64).write_bytes(b"cut")
+    with pytest.raises(ValueError, match=r"00000064\.npz cannot be read .*; delete it"):
+        draft_data.load(tmp_path)
+
+
+def test_other_settings_are_refused(tmp_path: Path) -> None:
+    train_cli._same_settings(tmp_path, {"samples": 2})
+    train_cli._same_settings(tmp_path, {"samples": 2})
+    with pytest.raises(ValueError, match=r"begun with other settings \(samples=3, was 2\)"):
+        train_cli._same_settings(tmp_path, {"samples": 3})
+
+
+def test_the_draft_is_a_checkpoint_like_any_other(target: Path, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    model = make_model(target, SHAPE, "cpu")
+    model.save_pretrained(tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path)
+    ids = torch.tensor([[1, 2, 3]])
+    torch.testing.assert_close(model(ids).logits, again(ids).logits)
+    assert again.lm_head.weight is again.model.embed_tokens.weight

@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a draft model learns from: the target's own answers, with what it ranked highest at each of their tokens.
+
+Shards of a folder, each complete or not there, so that an interrupted run goes on where it stopped.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Int32 = npt.NDArray[np.int32]
+Report = Callable[[str, int, int], None]  # what, done, in all
+
+SHARD = 64  # prompts
+TEMPERATURES = (0.0, 1.0)  # of a prompt's answers, in turn: a draft serves greedy requests and others
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One answer of the target."""
+
+    tokens: Int32  # [num_tokens] prompt and output
+    num_prompt_tokens: int
+    top_ids: (
+        Int32  # [num_output_tokens, top_k] what stood for choice in each output token's place, best first
+    )
+    top_logp: npt.NDArray[np.float32]  # [num_output_tokens, top_k] log-probabilities at temperature 1
+
+
+def generate(
+    model: str,
+    chats: Sequence[list[dict[str, Any]]],
+    folder: Path,
+    samples: int,
+    max_tokens: int,
+    top_k: int,
+    engine_options: dict[str, Any],
+    report: Report,
+) -> None:
+    """Have the target answer all chats, shard by shard; shards that are there are left as they are.
+
+    Args:
+        model: the target's folder or hub name.
+        chats: lists of messages.
+        folder: of the shards.
+        samples: answers of each chat, at `TEMPERATURES` in turn.
+        max_tokens: of an answer.
+        top_k: alternatives kept of each token.
+        engine_options: of vLLM's ``LLM``.
+        report: progress in chats.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    starts = range(0, len(chats), SHARD)
+    missing = [start for start in starts if not shard_file(folder, start).exists()]
+    done = len(chats) - sum(min(SHARD, len(chats) - start) for start in missing)
+    report("answers", done, len(chats))
+    if not missing:
+        return
+    from vllm import LLM, SamplingParams
+
+    llm = LLM(model, **{"max_logprobs": max(top_k, 20), **engine_options})
+    for start in missing:
+        part = list(chats[start : start + SHARD])
+        params = [
+            SamplingParams(
+                temperature=TEMPERATURES[i % len(TEMPERATURES)], max_tokens=max_tokens, logprobs=top_k
+            )
+            for i in range(samples)
+        ]
+        outputs = llm.chat(
+            [chat for chat in part for _ in params], [p for _ in part for p in params], use_tqdm=False
+        )
+        _write(shard_file(folder, start), [_answer(output, top_k) for output in outputs])
+        done += len(part)
+        report("answers", done, len(chats))
+
+
+def shard_file(folder: Path, start: int) -> Path:
+    """Of the chats from ``start`` on."""
+    return folder / f"{start:08d}.npz"
+
+
+def _answer(output: Any, top_k: int) -> Answer:
+    completion = output.outputs[0]
+    best = [
+        sorted(place.items(), key=lambda entry: -entry[1].logprob)[:top_k]
+        for place in completion.logprobs or []
+    ]
+    return Answer(
+        np.array([*output.prompt_token_ids, *completion.token_ids], np.int32),
+        len(output.prompt_token_ids),
+        np.array([[token for token, _ in place] for place in best], np.int32).reshape(-1, top_k),
+        np.array([[entry.logprob for _, entry in place] for place in best], np.float32).reshape(-1, top_k),
+    )
+
+
+def _write(file: Path, answers: Sequence[Answer]) -> None:
+    part = file.with_suffix(".part")
+    with part.open("wb") as stream:
+        np.savez_compressed(
+            stream,
+            tokens=np.concatenate([answer.tokens for answer in answers]),
+            num_tokens=[len(answer.tokens) for answer in answers],
+            num_prompt_tokens=[answer.num_prompt_tokens for answer in answers],
+            top_ids=np.concatenate([answer.top_ids for answer in answers]),
+            top_logp=np.concatenate([answer.top_logp for answer in answers]),
+        )
+    os.replace(part, file)
+
+
+def load(folder: Path) -> list[Answer]:
+    """All answers of a folder's shards, in the order of the chats.
+
+    Raises:
+        ValueError: a shard cannot be read; the message names it.
+    """
+    return [answer for file in sorted(folder.glob("*.npz")) for answer in _read(file)]
+
+
+def _read(file: Path) -> list[Answer]:
+    try:
+        with np.load(file) as shard:
+            ends = np.cumsum(shard["num_tokens"])
+            outputs = np.cumsum(shard["num_tokens"] - shard["num_prompt_tokens"])
+            parts = (
+                np.split(shard["tokens"], ends[:-1]),
+                shard["num_prompt_tokens"].tolist(),
+                np.split(shard["top_ids"], outputs[:-1]),
+                np.split(shard["top_logp"], outputs[:-1]),
+            )
+            return [Answer(*part) for part in zip(*parts, strict=True)]
+    except (OSError, KeyError, ValueError) as error:
+        raise ValueError(f"{file} cannot be read ({error}); delete it, and run the command again") from None

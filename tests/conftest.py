@@ -21,6 +21,7 @@ os.environ.setdefault(
     "VLLM_ALLOW_INSECURE_SERIALIZATION", "1"
 )  # a mutation is sent to a worker as a function
 
+SHUTDOWN_SECONDS = 30  # after which an engine is killed; it takes 5 to 10
 ENGINE_OPTIONS: dict[str, Any] = {
     "dtype": "float32",
     "max_model_len": MAX_MODEL_LEN,
@@ -102,7 +103,7 @@ def engine(model_dir: str, method: dict[str, Any] | None = None, **options: Any)
     llm = LLM(model_dir, speculative_config=method, **{**ENGINE_OPTIONS, **options})
     yield llm
     # Time to save what it has learnt, also beside other engines: vLLM gives a script's engine five seconds.
-    llm.llm_engine.engine_core.shutdown(timeout=30)
+    llm.llm_engine.engine_core.shutdown(timeout=SHUTDOWN_SECONDS)
 
 
 @pytest.fixture(scope="session")

@@ -3,11 +3,12 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import engine
+from conftest import SHUTDOWN_SECONDS, engine
 from helpers import assert_same_outputs, own_prompts
 from vllm import SamplingParams
 
@@ -27,12 +28,20 @@ def chat(llm: Any) -> list[list[int]]:
 
 
 def run(model: str, method: dict[str, Any], folder: Path) -> tuple[list[list[int]], dict[str, int]]:
-    """Answers and counters of one engine, from its start to its end."""
-    engines = engine(model, {**method, "state_dir": str(folder)})
-    llm = next(engines)
-    answers = chat(llm)
-    (counters,) = llm.collective_rpc("vllm_ext_counters")
-    assert next(engines, None) is None
+    """Answers and counters of one engine, from its start to its end.
+
+    Now and then vLLM's engine core does not react to SIGTERM, idle, with no line in its log, with a state folder and
+    without, and is killed with its worker: then nothing can be saved, and this is done once more.
+    """
+    for _ in range(2):
+        engines = engine(model, {**method, "state_dir": str(folder)})
+        llm = next(engines)
+        answers = chat(llm)
+        (counters,) = llm.collective_rpc("vllm_ext_counters")
+        started = time.monotonic()
+        assert next(engines, None) is None
+        if time.monotonic() - started < SHUTDOWN_SECONDS:
+            break
     return answers, counters
 
 

@@ -31,6 +31,7 @@ if __name__ == "__main__":
         result += [o.outputs[0].token_ids for o in llm.generate(prompts, params, use_tqdm=False)]
     counters = llm.collective_rpc("vllm_ext_counters") if method else []
     print("RESULT" + json.dumps([result, counters]))
+    llm.llm_engine.engine_core.shutdown(timeout=30)  # a script that just ends gives its engine five seconds
 """
 
 

@@ -86,6 +86,11 @@ class Request:
     sampling: Sampling
     chain: bool = False  # a tree cannot be verified here: of one that branches only the best chain is used
 
+    @property
+    def has_room(self) -> bool:
+        """Whether any node may be proposed."""
+        return self.budget_tokens > 0 and self.max_depth > 0
+
 
 @dataclass(frozen=True, slots=True)
 class VerifiedRows:

@@ -148,9 +148,6 @@ class DraftBudget:
             self._trials[:size] += 1.0
             self._hits[list(ranks)] += 1.0
 
-    def finish(self, request_id: str) -> None:
-        """Nothing is kept of a request."""
-
     def state(self) -> dict[str, float]:
         """Figures for metrics, as `GoodputBudget.state`."""
         cost = {f"seconds_per_{name}": value for name, value in self.cost.coefficients().items()}

@@ -111,7 +111,7 @@ class DraftModelProposer(Proposer):
     def propose(self, requests: Sequence[Request]) -> list[DraftTree]:
         """See `Proposer.propose`. A drawn tree is to be verified as it is, not cut by what it holds."""
         self.passes = 0
-        asked = [request for request in requests if request.budget_tokens > 0 and request.max_depth > 0]
+        asked = [request for request in requests if request.has_room]
         if not asked:
             return [DraftTree.empty() for _ in requests]
         builders = [self._builder(request) for request in asked]
@@ -137,10 +137,7 @@ class DraftModelProposer(Proposer):
 
         grow(builders, distributions)
         trees = iter(builder.tree() for builder in builders)
-        return [
-            next(trees) if request.budget_tokens > 0 and request.max_depth > 0 else DraftTree.empty()
-            for request in requests
-        ]
+        return [next(trees) if request.has_room else DraftTree.empty() for request in requests]
 
     def _builder(self, request: Request) -> TreeBuilder:
         num_nodes = min(request.budget_tokens, self.options.num_speculative_tokens)

@@ -89,9 +89,7 @@ def make_model(target: Path, shape: Shape, device: str) -> Any:
         # The right singular vectors, by the small square matrix.
         _, vectors = torch.linalg.eigh(embeddings.T @ embeddings)
         embeddings = embeddings @ vectors[:, -shape.hidden_size :]
-        width = embeddings.shape[1]
-    else:
-        width = embeddings.shape[1]
+    width = embeddings.shape[1]
     with torch.no_grad():
         weight = model.get_input_embeddings().weight
         weight[:, :width] = embeddings.to(weight) * (config.initializer_range / embeddings.std())

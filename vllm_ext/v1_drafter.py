@@ -211,7 +211,7 @@ class Drafter:
             tokens - 1 if emitted else int(context) + 1
             for tokens, emitted, context in zip(known, sampled, trees.context, strict=True)
         ]
-        drafting = {r.request_id for r in requests if r.budget_tokens > 0 and r.max_depth > 0}
+        drafting = {request.request_id for request in requests if request.has_room}
         companion.advance(computed, known, drafting)
         proposed = self.proposer.propose(requests)
         self._draft_seconds = time.perf_counter() - started
@@ -271,10 +271,8 @@ class Drafter:
         self._step_ended = now
         query_tokens = int(runner.query_start_loc.np[len(trees.query_row)])
         budget = self.budget or self.draft_budget
-        drafting, self._draft_seconds = (
-            self._draft_seconds,
-            0.0,
-        )  # a draft model's time is accounted for apart
+        # A draft model's time is accounted for apart.
+        drafting, self._draft_seconds = self._draft_seconds, 0.0
         if budget is not None and query_tokens == trees.row_start[-1]:  # no prompt in it
             seconds = (cycle if cycle < 2 * busy else busy) - drafting
             budget.cost.record(seconds, query_tokens, len(trees.query_row), int(trees.context.sum()))

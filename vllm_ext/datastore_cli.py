@@ -5,26 +5,17 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import (
-    BarColumn,
-    Progress,
-    TaskProgressColumn,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
 from rich.table import Table
 
+from vllm_ext.console import errors_of, progress_on, say
+
 if TYPE_CHECKING:
-    from vllm_ext.datastore_files import Progress as Report
     from vllm_ext.proposers.datastore import Header
 
 datastore_app = typer.Typer(help="Make and look at the datastores of method rest.", no_args_is_help=True)
@@ -115,53 +106,9 @@ def merge_command(folder: Annotated[Path, typer.Argument(help="Folder of a datas
     say(Console(), f"{folder}: {_summary(header)}, in {time.perf_counter() - started:.0f} s")
 
 
-def say(console: Console, line: str) -> None:
-    """Print a line as it is."""
-    console.print(line, highlight=False, soft_wrap=True, markup=False)
-
-
 def _summary(header: Header) -> str:
     size = sum(size for _, size, _ in header.files())
     return (
         f"{header.num_documents:,} documents, {header.num_tokens:,} tokens, {len(header.segments)} "
         f"segment{'s' if len(header.segments) > 1 else ''}, {size / 1e6:,.1f} MB"
     )
-
-
-@contextmanager
-def errors_of(console: Console) -> Iterator[None]:
-    """Exit 1 with the message of what a user can put right."""
-    try:
-        yield
-    except ValueError as error:
-        problem = str(error)
-    except OSError as error:
-        problem = f"{error.filename or 'output'}: {error.strerror}"
-    else:
-        return
-    console.print(f"[red]error:[/] {escape(problem)}", highlight=False, soft_wrap=True)
-    raise typer.Exit(1)
-
-
-@contextmanager
-def progress_on(console: Console) -> Iterator[Report]:
-    """Bars with the time left, one for each name that is reported."""
-    with Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TaskProgressColumn(),
-        TimeElapsedColumn(),
-        TextColumn("left"),
-        TimeRemainingColumn(),
-        console=console,
-        refresh_per_second=2,
-        transient=True,
-    ) as bar:
-        tasks = {}
-
-        def report(what: str, done: int, total: int) -> None:
-            if what not in tasks:
-                tasks[what] = bar.add_task(what, total=total)
-            bar.update(tasks[what], completed=min(done, total), total=total)
-
-        yield report

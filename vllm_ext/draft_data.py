@@ -7,7 +7,7 @@ Shards of a folder, each complete or not there, so that an interrupted run goes 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,8 +15,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from vllm_ext.datastore_files import Progress
+
 Int32 = npt.NDArray[np.int32]
-Report = Callable[[str, int, int], None]  # what, done, in all
 
 SHARD = 64  # prompts
 TEMPERATURES = (0.0, 1.0)  # of a prompt's answers, in turn: a draft serves greedy requests and others
@@ -42,7 +43,7 @@ def generate(
     max_tokens: int,
     top_k: int,
     engine_options: dict[str, Any],
-    report: Report,
+    report: Progress,
 ) -> None:
     """Have the target answer all chats, shard by shard; shards that are there are left as they are.
 

@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from vllm_ext.datastore_files import Progress
 from vllm_ext.draft_data import Answer
 
 WARM_UP = 0.05  # of the steps
@@ -181,7 +182,7 @@ def train(
     answers: Sequence[Answer],
     recipe: Recipe,
     folder: Path,
-    report: Callable[[str, int, int], None],
+    report: Progress,
     log: Callable[[str], None],
 ) -> list[dict[str, float]]:
     """Train in place, from the folder's checkpoint where there is one; returns the loss curve.

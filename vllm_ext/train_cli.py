@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from vllm_ext.datastore_cli import errors_of, progress_on, say
+from vllm_ext.console import errors_of, progress_on, say
 
 train_app = typer.Typer(help="Train what drafts.", no_args_is_help=True)
 

@@ -108,6 +108,10 @@ class DraftModelProposer(Proposer):
     def drawn(self, num_nodes: int, max_depth: int) -> TreeBuilder:
         """The builder of a tree for a request that samples."""
 
+    def chosen(self, num_nodes: int, max_depth: int) -> TreeBuilder:
+        """The builder of a tree for any other request: its nodes are chosen, not drawn."""
+        return LikeliestTree(num_nodes, max_depth, width=num_nodes)
+
     def propose(self, requests: Sequence[Request]) -> list[DraftTree]:
         """See `Proposer.propose`. A drawn tree is to be verified as it is, not cut by what it holds."""
         self.passes = 0
@@ -142,9 +146,8 @@ class DraftModelProposer(Proposer):
     def _builder(self, request: Request) -> TreeBuilder:
         num_nodes = min(request.budget_tokens, self.options.num_speculative_tokens)
         max_depth = min(request.max_depth, self.options.max_depth)
-        if is_drawn(request):
-            return self.drawn(num_nodes, max_depth)
-        return LikeliestTree(num_nodes, max_depth, width=num_nodes)
+        build = self.drawn if is_drawn(request) else self.chosen
+        return build(num_nodes, max_depth)
 
 
 def is_drawn(request: Request) -> bool:

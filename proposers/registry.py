@@ -20,6 +20,7 @@ METHODS: dict[str, str] = {
     "dyspec": "vllm_ext.proposers.dyspec:DySpec",
     "rsd_c": "vllm_ext.proposers.rsd:RsdC",
     "rsd_s": "vllm_ext.proposers.rsd:RsdS",
+    "static_tree": "vllm_ext.proposers.static_tree:StaticTree",
     "spectr": "vllm_ext.proposers.spectr:SpecTr",
 }
 

@@ -21,18 +21,19 @@ from vllm_ext.kernels.sparse import Float64, Sparse
 from vllm_ext.proposers.base import MethodOptions
 from vllm_ext.proposers.draft_model import DraftModelOptions, DraftModelProposer
 from vllm_ext.proposers.sampled import ROOT, TreeBuilder
+from vllm_ext.proposers.tree import Drawn
 
 
 class BranchingTree(TreeBuilder):
-    """RSD-C. Children stand in the order they were drawn.
+    """RSD-C. Children stand in the order they were drawn, or by descending probability.
 
     Args:
         branching: children of each node, by its depth, the root's first.
         num_nodes: most nodes; what no longer fits is the last drawn.
-        chance: of this request alone; not verification's.
+        chance: of this request alone; not verification's. None: the likeliest are taken, none drawn.
     """
 
-    def __init__(self, branching: Sequence[int], num_nodes: int, chance: Chance) -> None:
+    def __init__(self, branching: Sequence[int], num_nodes: int, chance: Chance | None) -> None:
         super().__init__()
         self._branching, self._num_nodes, self._chance = list(branching), num_nodes, chance
         self._wanted = [ROOT] if branching and num_nodes > 0 else []
@@ -51,10 +52,14 @@ class BranchingTree(TreeBuilder):
             for _ in range(children):
                 if len(self.tokens) >= self._num_nodes or not left.any():
                     break
-                place = self._chance.draw(left)
+                place = self._chance.draw(left) if self._chance else int(left.argmax())
                 left[place] = 0.0
                 below.append(self.add(int(row.ids[place]), node))
         self._wanted = below if self._branching and len(self.tokens) < self._num_nodes else []
+
+    def drawn(self, q: dict[int, Sparse]) -> Drawn | None:
+        """See `TreeBuilder.drawn`."""
+        return super().drawn(q) if self._chance else None
 
 
 class BeamTree(TreeBuilder):

@@ -70,6 +70,16 @@ def test_refusals(model_dir: str, method: dict[str, Any], options: dict[str, Any
     assert message in str(caught.value)
 
 
+def test_experts_with_data_parallelism(model_dir: str) -> None:
+    made = config_for(model_dir, {"model": "self"})
+    options = DraftModelOptions(model="self")
+    made.parallel_config.data_parallel_size = 2
+    companion_load.check(made, options)
+    made.model_config.get_num_experts = lambda: 8
+    with pytest.raises(ValueError, match=r"data_parallel_size=2: a draft model works beside .* with 1 only"):
+        companion_load.check(made, options)
+
+
 def test_another_tokenizer_or_a_smaller_vocabulary(model_dir: str, slice_dir: str, tmp_path: Path) -> None:
     other = shutil.copytree(slice_dir, tmp_path / "other")
     tokenizer = json.loads((other / "tokenizer.json").read_text())

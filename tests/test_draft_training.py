@@ -12,13 +12,14 @@ import torch
 
 pytest.importorskip("transformers")
 
-from vllm_ext import draft_data, train_cli
+from vllm_ext import draft_data, draft_training, train_cli
 from vllm_ext.draft_data import Answer
 from vllm_ext.draft_training import (
     CHECKPOINT,
     Batches,
     Recipe,
     Shape,
+    candidates,
     estimate,
     loss_of,
     make_model,
@@ -77,6 +78,24 @@ def test_the_loss_is_the_cross_entropy_with_the_rest_as_one_class() -> None:
     classes = torch.cat([p, 1 - p.sum(1, keepdim=True)], 1), torch.cat([q, 1 - q.sum(1, keepdim=True)], 1)
     expected = -(classes[0] * classes[1].log()).sum(1).mean()
     assert loss_of(logits, top_ids, p.log()) == pytest.approx(float(expected), abs=1e-5)
+
+
+def test_tokens_drawn_stand_for_all_others(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make_model(target, SHAPE, "cpu")
+    noise = torch.Generator().manual_seed(0)
+    hidden = 4 * torch.randn(3, SHAPE.hidden_size, generator=noise)
+    top_ids = torch.tensor([[1, 5], [5, 63], [7, 8]])
+    with torch.no_grad():
+        whole = model.lm_head(hidden)
+        few, places = candidates(model, hidden, top_ids, noise)
+        # All of the vocabulary fits: only its order differs.
+        torch.testing.assert_close(few.gather(1, places), whole.gather(1, top_ids))
+        torch.testing.assert_close(few.logsumexp(1), whole.logsumexp(1))
+        monkeypatch.setattr(draft_training, "OTHERS", 16)
+        draws = [candidates(model, hidden, top_ids, noise)[0] for _ in range(2000)]
+    assert draws[0].shape == (3, 5 + 16)
+    mean = torch.stack([logits.exp().sum(1) for logits in draws]).mean(0)
+    torch.testing.assert_close(mean, whole.exp().sum(1), rtol=0.02, atol=0.0)
 
 
 def test_training_learns_the_targets_distribution_and_goes_on(target: Path, tmp_path: Path) -> None:

@@ -85,6 +85,14 @@ def check(vllm_config: Any, options: DraftModelOptions) -> None:
         ValueError: naming it, what does not fit, and the way out.
     """
     target = vllm_config.model_config
+    ranks = vllm_config.parallel_config.data_parallel_size
+    if ranks > 1 and target.is_moe:
+        # Ranks of such a target take every forward pass together; the draft's passes are one rank's own.
+        raise ValueError(
+            f"data_parallel_size={ranks}: a draft model works beside {target.model}, whose experts are shared by the "
+            "ranks, with 1 only; serve each rank on its own, or choose a method without a draft model: "
+            "`vllm-ext methods`."
+        )
     try:
         model_config = draft_model_config(vllm_config, options)
     except (OSError, ValueError) as error:

@@ -17,7 +17,7 @@ from vllm_ext.proposers.registry import load_method
 from vllm_ext.proposers.sampled import ROOT
 
 VOCAB = 12
-METHODS = ("dyspec", "rsd_c", "rsd_s", "spectr")
+METHODS = ("dyspec", "rsd_c", "rsd_s", "spectr", "static_tree")
 
 
 class Draft:

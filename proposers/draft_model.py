@@ -66,6 +66,13 @@ class DraftModelOptions(MethodOptions):
         default=8, ge=1, le=32, description="deepest node: each depth is a forward pass of the draft model"
     )
 
+    export_dir: str | None = Field(
+        default=None,
+        min_length=1,
+        description="folder where answers are kept for `vllm-ext train draft --answers`; none: they are not",
+    )
+    export_mb: float = Field(default=64.0, ge=1.0, le=65536.0, description="most of them, the newest ones")
+
     @field_validator("self_layers")
     @classmethod
     def _only_of_self(cls, self_layers: int | None, info: Any) -> int | None:

@@ -135,8 +135,8 @@ def test_batches_have_every_answer_once(target: Path) -> None:
 
 def test_shards_come_back_and_bad_ones_are_named(tmp_path: Path) -> None:
     given = answers(5)
-    draft_data._write(draft_data.shard_file(tmp_path, 0), given[:3])
-    draft_data._write(draft_data.shard_file(tmp_path, 64), given[3:])
+    draft_data.write(draft_data.shard_file(tmp_path, 0), given[:3])
+    draft_data.write(draft_data.shard_file(tmp_path, 64), given[3:])
     for one, other in zip(given, draft_data.load(tmp_path), strict=True):
         assert one.num_prompt_tokens == other.num_prompt_tokens
         assert (one.tokens == other.tokens).all()

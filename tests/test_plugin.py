@@ -13,7 +13,7 @@ pytest.importorskip("vllm")
 
 from vllm.engine.arg_utils import EngineArgs
 
-from vllm_ext import compat, plugin
+from vllm_ext import compat, patches, plugin
 
 METHOD = {"method": "token_recycling", "num_speculative_tokens": 4, "matrix_width": 2}
 
@@ -57,9 +57,12 @@ def test_a_state_folder_is_made_absolute_and_engines_get_time_to_save(
         assert made.shutdown_timeout == 0  # requests are aborted at once, as without us
     timeout = getattr(utils, name)
     assert timeout.__wrapped__ is stock
+    pauses: list[float] = []
+    monkeypatch.setattr(patches.time, "sleep", pauses.append)
     assert timeout(0, 0) == 10
     # The user's own time, what is left of it, and vLLM's default are as they were.
     assert [timeout(60, 60), timeout(60, 0), timeout(0, None), timeout(0, 3)] == [60, 0, None, 3]
+    assert pauses == [patches.FALL_ASLEEP_SECONDS] * 5  # before each SIGTERM
     monkeypatch.delattr(utils, name)
     config_for(
         model_dir, speculative_config={**METHOD, "state_dir": "here"}

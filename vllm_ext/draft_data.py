@@ -78,7 +78,7 @@ def generate(
         outputs = llm.chat(
             [chat for chat in part for _ in params], [p for _ in part for p in params], use_tqdm=False
         )
-        _write(shard_file(folder, start), [_answer(output, top_k) for output in outputs])
+        write(shard_file(folder, start), [_answer(output, top_k) for output in outputs])
         done += len(part)
         report("answers", done, len(chats))
 
@@ -102,7 +102,12 @@ def _answer(output: Any, top_k: int) -> Answer:
     )
 
 
-def _write(file: Path, answers: Sequence[Answer]) -> None:
+def write(file: Path, answers: Sequence[Answer]) -> None:
+    """A shard, complete or not at all.
+
+    Raises:
+        OSError: it cannot be written.
+    """
     part = file.with_suffix(".part")
     with part.open("wb") as stream:
         np.savez_compressed(
@@ -117,12 +122,15 @@ def _write(file: Path, answers: Sequence[Answer]) -> None:
 
 
 def load(folder: Path) -> list[Answer]:
-    """All answers of a folder's shards, in the order of the chats.
+    """All answers of a folder's shards, also of those in its folders, in the order of the chats.
 
     Raises:
-        ValueError: a shard cannot be read; the message names it.
+        ValueError: there are none, or one cannot be read; the message names it.
     """
-    return [answer for file in sorted(folder.glob("*.npz")) for answer in _read(file)]
+    files = sorted(folder.rglob("*.npz"))
+    if not files:
+        raise ValueError(f"{folder} holds no answers; name a folder that does, or have some kept: export_dir")
+    return [answer for file in files for answer in _read(file)]
 
 
 def _read(file: Path) -> list[Answer]:

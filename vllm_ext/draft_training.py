@@ -100,6 +100,13 @@ def make_model(target: Path, shape: Shape, device: str) -> Any:
     return model
 
 
+def load_model(folder: Path, device: str) -> Any:
+    """A draft model to train further, in float32."""
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(device)
+
+
 def _embeddings(target: Path) -> torch.Tensor:
     from safetensors import safe_open
 

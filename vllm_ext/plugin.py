@@ -73,9 +73,12 @@ def _create_engine_config(original: Any, engine_args: Any, *args: Any, **kwargs:
     compat.check_engine_args(engine_args, settings.method)
     if isinstance(settings.options, DraftModelOptions):
         compat.check_scheduler(engine_args, settings.method)
-    if (state_dir := settings.options.state_dir) is not None:
+    folders = {name: getattr(settings.options, name, None) for name in ("state_dir", "export_dir")}
+    if given := {name: folder for name, folder in folders.items() if folder is not None}:
         # Absolute: a worker may have another working directory.
-        settings = settings.with_options(state_dir=str(state.prepare_folder(state_dir)))
+        settings = settings.with_options(
+            **{name: str(state.prepare_folder(folder, name)) for name, folder in given.items()}
+        )
         patches.let_engines_save(state.SHUTDOWN_SECONDS)
 
     rewritten = {

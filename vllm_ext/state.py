@@ -85,21 +85,25 @@ class Identity:
         return f"{self.method}-{model}-{key[:16]}.safetensors"
 
 
-def prepare_folder(state_dir: str) -> Path:
+def prepare_folder(path: str, field: str = "state_dir") -> Path:
     """The folder's absolute path; it is made, for this user alone, when it is missing.
+
+    Args:
+        path: the option's value.
+        field: the option's name.
 
     Raises:
         ValueError: it is none, or nothing can be written there; the message names the field and the way out.
     """
-    folder = Path(state_dir).expanduser().absolute()
+    folder = Path(path).expanduser().absolute()
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
         raise ValueError(
-            f"state_dir={state_dir!r}: nothing can be written there ({error.strerror}); name a folder that this user "
-            "may write to, or remove state_dir from --speculative-config: then what is learnt is not saved"
+            f"{field}={path!r}: nothing can be written there ({error.strerror}); name a folder that this user "
+            f"may write to, or remove {field} from --speculative-config: then nothing is kept"
         ) from None
     return folder
 

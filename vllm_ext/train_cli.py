@@ -27,15 +27,26 @@ def _root() -> None:
 @train_app.command("draft")
 def draft_command(
     target: Annotated[str, typer.Option(help="The model to draft for: folder or Hugging Face id.")],
-    prompts: Annotated[
-        list[str],
-        typer.Option(
-            help="JSONL file of prompts, as `vllm-ext bench` takes them; may be given several times."
-        ),
-    ],
     output: Annotated[
         Path, typer.Option(help="Folder of the draft model. Its `work` holds answers and checkpoint.")
     ],
+    prompts: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="JSONL file of prompts, as `vllm-ext bench` takes them; may be given several times."
+        ),
+    ] = None,
+    answers: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="Folder of answers that a server with `export_dir` has kept, in the place of prompts; may be given "
+            "several times."
+        ),
+    ] = None,
+    start: Annotated[
+        Path | None,
+        typer.Option(help="Draft model to go on from, in the place of a new one; its shape is kept."),
+    ] = None,
     hidden_size: Annotated[int, typer.Option(min=32)] = 192,
     num_layers: Annotated[int, typer.Option(min=1)] = 4,
     num_heads: Annotated[int, typer.Option(min=1, help="Divides the hidden size.")] = 3,
@@ -56,15 +67,20 @@ def draft_command(
     with errors_of(errors):
         from vllm_ext.bench_prompts import load_prompts
         from vllm_ext.draft_data import generate, load
-        from vllm_ext.draft_training import Recipe, Shape, estimate, make_model, split, train
+        from vllm_ext.draft_training import Recipe, Shape, estimate, load_model, make_model, split, train
         from vllm_ext.vocabulary import snapshot
 
         if hidden_size % num_heads:
             raise ValueError(
                 f"--hidden-size={hidden_size} is not allowed with --num-heads={num_heads}; it must be a multiple"
             )
+        if bool(prompts) == bool(answers):
+            raise ValueError(
+                f"--prompts={prompts or []} and --answers={[*map(str, answers or [])]} are not allowed; one of them "
+                "must be given, and not both"
+            )
         folder = snapshot(target)
-        chats = [prompt.messages for prompt in load_prompts([Path(file) for file in prompts])]
+        chats = [prompt.messages for prompt in load_prompts([Path(file) for file in prompts or []])]
         shape = Shape(hidden_size, num_layers, num_heads, intermediate_size)
         recipe = Recipe(minutes=minutes, learning_rate=learning_rate, seed=seed)
         work = output / "work"
@@ -73,6 +89,8 @@ def draft_command(
             {
                 "target": str(folder),
                 "chats": len(chats),
+                "answers": [str(given.resolve()) for given in answers or []],
+                "start": str(start and start.resolve()),
                 "samples": samples,
                 "max_tokens": max_tokens,
                 "top_k": top_k,
@@ -82,10 +100,16 @@ def draft_command(
         started = time.perf_counter()
         options = {"max_num_seqs": max_num_seqs, "enforce_eager": True}
         with progress_on(errors) as report:
-            generate(str(folder), chats, work / "answers", samples, max_tokens, top_k, options, report)
-            learnt, held_out = split(load(work / "answers"), samples, recipe)
+            if answers:
+                given, each = [answer for kept in answers for answer in load(kept)], 1
+            else:
+                generate(str(folder), chats, work / "answers", samples, max_tokens, top_k, options, report)
+                given, each = load(work / "answers"), samples
+            learnt, held_out = split(given, each, recipe)
             tokens = sum(len(answer.top_ids) for answer in learnt)
-            model = make_model(folder, shape, _device(device))
+            model = (
+                load_model(start, _device(device)) if start else make_model(folder, shape, _device(device))
+            )
             train(model, learnt, recipe, work, report, lambda line: say(errors, line))
         found = estimate(model, held_out, recipe)
         model.to(_dtype_of(folder)).save_pretrained(output)

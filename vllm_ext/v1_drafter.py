@@ -8,6 +8,7 @@ vLLM's own narrow ``propose()`` signature does not carry.
 from __future__ import annotations
 
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,13 +16,14 @@ import torch
 from vllm.distributed.parallel_state import get_tp_group
 from vllm.logger import init_logger
 
-from vllm_ext import config, metrics
+from vllm_ext import config, metrics, request_facts
 from vllm_ext.companion import Companion
+from vllm_ext.draft_export import TOP_K, Export
 from vllm_ext.kernels.top_k import top_k_ids
 from vllm_ext.proposers.base import Request, Sampling, VerifiedRows
 from vllm_ext.proposers.budget import GoodputBudget
 from vllm_ext.proposers.draft_budget import DraftBudget
-from vllm_ext.proposers.draft_model import DraftModelProposer
+from vllm_ext.proposers.draft_model import DraftModelOptions, DraftModelProposer
 from vllm_ext.proposers.tree import DraftTree, Float32, Int32
 from vllm_ext.v1_memory import Memory
 from vllm_ext.v1_trees import StepTrees
@@ -47,9 +49,20 @@ class Drafter:
         self.companion: Companion | None = None
         if isinstance(self.proposer, DraftModelProposer):
             self.companion = self.proposer.draft = Companion(vllm_config, self.proposer.options)
+        options = settings.options
+        self._export: Export | None = None  # rank 0's
+        self._exports = isinstance(options, DraftModelOptions) and options.export_dir is not None
+        if (
+            isinstance(options, DraftModelOptions)
+            and options.export_dir
+            and vllm_config.parallel_config.rank == 0
+        ):
+            own = Path(options.export_dir) / str(vllm_config.parallel_config.data_parallel_index)
+            self._export = Export(own, options.export_mb)
         self._memory = Memory(vllm_config, settings, lambda counter: self._count({counter: 1}))
         self._sampling: dict[str, Sampling] = {}  # by request id; its keys are the requests started
         self._top: tuple[Int32, Float32] | None = None  # of this step's rows, from `tap` to `step`
+        self._log_total: Float32 | None = None
         # By request id, the tree of the next step. The scheduler may cut it.
         self.proposed: dict[str, DraftTree] = {}
         # Why this model's drafts are chains; None where it can verify trees. Set once the caches are bound.
@@ -94,10 +107,13 @@ class Drafter:
 
     def close(self) -> None:
         """Save what was learnt, running requests' text too. Called when the worker shuts down; may be again."""
-        if self._memory.keeps:
+        if self._memory.keeps or self._export is not None:
             for request_id in list(self._sampling):
                 self.finish(request_id)
-            self._memory.close()
+        self._memory.close()
+        if self._export is not None:
+            self._export.close()
+            self._export = None
 
     def propose(self, *args: Any, **kwargs: Any) -> list[list[int]]:
         """vLLM's own entry; ours is `step`. Reached only when our worker is not in place."""
@@ -114,7 +130,7 @@ class Drafter:
             int32 ``[num_rows, verified_top_k]``, ids of each row's largest logits; None when the proposer
             does not want them.
         """
-        width = self.proposer.verified_top_k
+        width = TOP_K if self._exports else self.proposer.verified_top_k
         if not width:
             return None
         started = time.perf_counter()
@@ -122,6 +138,8 @@ class Drafter:
             top_ids = top_k_ids(logits, width)
             top_logits = logits.gather(1, top_ids.to(torch.int64)).to(torch.float32)
             self._top = top_ids.cpu().numpy(), top_logits.cpu().numpy()
+            if self._export is not None:
+                self._log_total = torch.logsumexp(logits.float(), 1).cpu().numpy()
         except Exception:
             self._top = None
             self._fault("reading the logits failed; nothing is learnt from this step")
@@ -145,7 +163,7 @@ class Drafter:
         drafts: list[list[int]] = [[] for _ in sampled]
         # What follows an end token never reaches the output: nobody counts it, learns from it or hands it on.
         kept = [
-            _kept(runner.requests[request_id].sampling_params, tokens)
+            request_facts.num_kept(runner.requests[request_id].sampling_params, tokens)
             for request_id, tokens in zip(runner.input_batch.req_ids, sampled, strict=True)
         ]
         try:
@@ -286,6 +304,8 @@ class Drafter:
             with self._memory.lock:
                 self.proposer.finish(request_id)
                 self._memory.touch()
+            if self._export is not None:
+                self._export.finish(request_id)
             if self.budget is not None:
                 self.budget.finish(request_id)
 
@@ -303,18 +323,20 @@ class Drafter:
         top, self._top = self._top, None
         if top is not None or not self.proposer.verified_top_k:
             top_ids, top_logits = (top[0][real], top[1][real]) if top else (_NO_TOP_IDS, _NO_TOP_LOGITS)
-            self.proposer.observe(
-                VerifiedRows(
-                    runner.input_batch.req_ids,
-                    np.concatenate([[0], num_rows.cumsum()]).astype(np.int32),
-                    trees.tokens[real],
-                    trees.parents[real],
-                    accepted[real],
-                    top_ids,
-                    top_logits,
-                    emitted=sampled,
-                )
+            rows = VerifiedRows(
+                runner.input_batch.req_ids,
+                np.concatenate([[0], num_rows.cumsum()]).astype(np.int32),
+                trees.tokens[real],
+                trees.parents[real],
+                accepted[real],
+                top_ids,
+                top_logits,
+                emitted=sampled,
             )
+            self.proposer.observe(rows)
+            if self._export is not None and self._log_total is not None:
+                self._export.observe(rows, self._log_total[real])
+                self._log_total = None
         if self.budget is not None:
             names = runner.input_batch.req_ids
             self.budget.observe(
@@ -352,13 +374,13 @@ class Drafter:
             params = state.sampling_params
             num_tokens = int(batch.num_tokens_no_spec[slot]) - (len(emitted) - kept[slot])
             left = self._max_model_len - num_tokens
-            if emitted[kept[slot] - 1] in _ends(params):
+            if emitted[kept[slot] - 1] in request_facts.ends_of(params):
                 left = 0
             if params.max_tokens is not None:
                 left = min(left, params.max_tokens - len(state.output_token_ids))
             started = request_id in self._sampling
             if not started:
-                self._sampling[request_id] = _sampling(params)
+                self._sampling[request_id] = request_facts.sampling_of(params)
             # Each node takes a slot behind the root, accepted or not.
             budget_tokens = min(num_draft_tokens, self.num_nodes, self._max_model_len - num_tokens)
             if self.budget is not None and self._may_hint:
@@ -376,6 +398,8 @@ class Drafter:
             )
             if not started:
                 self.proposer.start(request)
+                if self._export is not None:
+                    self._export.start(request_id, request.tokens[: request.num_prompt_tokens])
             requests.append(request)
             slots.append(slot)
         return requests, slots
@@ -389,18 +413,3 @@ class Drafter:
 MAX_PASS_ROWS = 8
 _NO_TOP_IDS = np.empty((0, 0), dtype=np.int32)
 _NO_TOP_LOGITS = np.empty((0, 0), dtype=np.float32)
-
-
-def _sampling(params: Any) -> Sampling:
-    return Sampling(params.temperature, params.top_p, params.top_k, params.min_p, params.seed)
-
-
-def _ends(params: Any) -> set[int | None]:
-    """Tokens that end a request."""
-    return {params.eos_token_id, *(params.stop_token_ids or ())}
-
-
-def _kept(params: Any, tokens: list[int]) -> int:
-    """How many of a step's tokens reach the output: none after an end or stop token."""
-    ends = _ends(params)
-    return next((count for count, token in enumerate(tokens, 1) if token in ends), len(tokens))

@@ -8,6 +8,7 @@ accepted shows KV that is wrong. On two layers of the model, with few blocks and
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +16,9 @@ from conftest import engine
 from distribution import SAMPLES, p_value, sample
 from helpers import assert_same_outputs, generate, long_and_short_prompts, preemptions
 from vllm import SamplingParams
+
+from vllm_ext import draft_data
+from vllm_ext.draft_export import MAX_LENGTH, TOP_K
 
 pytestmark = pytest.mark.engine
 
@@ -128,9 +132,12 @@ METHODS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_drawn_trees_have_plains_distribution(plain_slice_llm: Any, slice_dir: str, method: str) -> None:
-    """With a draft that is another model: one layer of the two."""
+def test_drawn_trees_have_plains_distribution(
+    plain_slice_llm: Any, slice_dir: str, method: str, tmp_path: Path
+) -> None:
+    """With a draft that is another model: one layer of the two. Greedy answers are kept for training."""
     options = {"model": "self", "self_layers": 1, "num_speculative_tokens": 9, "max_depth": 3}
+    options["export_dir"] = str(tmp_path)
     engines = engine(slice_dir, {"method": method, "budget": "fixed", **options, **METHODS[method]})
     llm = next(engines)
     expected, actual = sample(plain_slice_llm, SAMPLES), sample(llm, SAMPLES)
@@ -143,8 +150,26 @@ def test_drawn_trees_have_plains_distribution(plain_slice_llm: Any, slice_dir: s
         llm.collective_rpc(distort)
         biased = sample(llm, SAMPLES)
         assert min(p_value(a, b) for a, b in zip(expected, biased, strict=True)) < 1e-6
+        params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logprobs=TOP_K)
+        prompts = long_and_short_prompts(llm, 4)
+        outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
     finally:
         next(engines, None)
+    check_kept(outputs, draft_data.load(tmp_path))
+
+
+def check_kept(outputs: list[Any], kept: list[draft_data.Answer]) -> None:
+    """The answers are there, with vLLM's own log-probabilities."""
+    assert len(kept) == len(outputs)  # those of six tokens are too short
+    by_tokens = {tuple(answer.tokens.tolist()): answer for answer in kept}
+    for output in outputs:
+        completion = output.outputs[0]
+        whole = [*output.prompt_token_ids, *completion.token_ids]
+        answer = by_tokens[tuple(whole[-MAX_LENGTH:])]
+        assert len(answer.tokens) - answer.num_prompt_tokens == len(answer.top_ids) == 24
+        for ids, logp, place in zip(answer.top_ids, answer.top_logp, completion.logprobs, strict=True):
+            assert set(ids.tolist()) <= set(place)
+            assert logp.tolist() == pytest.approx([place[i].logprob for i in ids.tolist()], abs=1e-4)
 
 
 def distort(worker: Any) -> None:

@@ -28,20 +28,14 @@ def chat(llm: Any) -> list[list[int]]:
 
 
 def run(model: str, method: dict[str, Any], folder: Path) -> tuple[list[list[int]], dict[str, int]]:
-    """Answers and counters of one engine, from its start to its end.
-
-    Now and then vLLM's engine core does not react to SIGTERM, idle, with no line in its log, with a state folder and
-    without, and is killed with its worker: then nothing can be saved, and this is done once more.
-    """
-    for _ in range(2):
-        engines = engine(model, {**method, "state_dir": str(folder)})
-        llm = next(engines)
-        answers = chat(llm)
-        (counters,) = llm.collective_rpc("vllm_ext_counters")
-        started = time.monotonic()
-        assert next(engines, None) is None
-        if time.monotonic() - started < SHUTDOWN_SECONDS:
-            break
+    """Answers and counters of one engine, from its start to its end, which comes right behind its last answer."""
+    engines = engine(model, {**method, "state_dir": str(folder)})
+    llm = next(engines)
+    answers = chat(llm)
+    (counters,) = llm.collective_rpc("vllm_ext_counters")
+    started = time.monotonic()
+    assert next(engines, None) is None
+    assert time.monotonic() - started < SHUTDOWN_SECONDS
     return answers, counters
 
 

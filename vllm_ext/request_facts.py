@@ -1,0 +1,24 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What drafting needs to know of vLLM's SamplingParams."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm_ext.proposers.base import Sampling
+
+
+def sampling_of(params: Any) -> Sampling:
+    """How a request samples, as proposers are told."""
+    return Sampling(params.temperature, params.top_p, params.top_k, params.min_p, params.seed)
+
+
+def ends_of(params: Any) -> set[int | None]:
+    """Tokens that end a request."""
+    return {params.eos_token_id, *(params.stop_token_ids or ())}
+
+
+def num_kept(params: Any, tokens: list[int]) -> int:
+    """How many of a step's tokens reach the output: none after an end or stop token."""
+    ends = ends_of(params)
+    return next((count for count, token in enumerate(tokens, 1) if token in ends), len(tokens))

@@ -58,7 +58,7 @@ def test_a_state_folder_is_made_absolute_and_engines_get_time_to_save(
     timeout = getattr(utils, name)
     assert timeout.__wrapped__ is stock
     pauses: list[float] = []
-    monkeypatch.setattr(patches.time, "sleep", pauses.append)
+    monkeypatch.setattr("time.sleep", pauses.append)
     assert timeout(0, 0) == 10
     # The user's own time, what is left of it, and vLLM's default are as they were.
     assert [timeout(60, 60), timeout(60, 0), timeout(0, None), timeout(0, 3)] == [60, 0, None, 3]

@@ -15,7 +15,7 @@ for method in ${*:-token_recycling suffix_tree rest stand aded input_copy hybrid
         given="{\"method\": \"rest\", \"datastore\": \"$store\"}"
     fi
     case $method in
-        dyspec | rsd_c | rsd_s | spectr) given="{\"method\": \"$method\", \"model\": \"self\"}" ;;
+        dyspec | rsd_c | rsd_s | spectr | static_tree) given="{\"method\": \"$method\", \"model\": \"self\"}" ;;
     esac
     # shellcheck disable=SC2086
     .venv/bin/python -m pytest -q -m engine $tests tests/engine/test_state_engine.py::test_a_second_start_is_warm_and_lossless \

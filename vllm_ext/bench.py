@@ -76,17 +76,19 @@ def run(settings: Settings, progress: Progress = lambda what, done, total: None)
                             f"other engines still used the CPU after {SETTLE_LIMIT_S:.0f} s"
                         )
                     engine.answer_round([(index, prompts[index]) for index in members])
-            _compare(engines, prompts, report)
+            _compare(engines, prompts, report, drawn=settings.temperature > 0.0)
     return report
 
 
-def _compare(engines: Sequence[Engine], prompts: Sequence[EncodedPrompt], report: Report) -> None:
-    """Add the figures and the output check of one batch size to the report."""
+def _compare(
+    engines: Sequence[Engine], prompts: Sequence[EncodedPrompt], report: Report, drawn: bool
+) -> None:
+    """Add the figures of one batch size to the report, and the output check of answers that were not drawn."""
     plain = next(engine for engine in engines if engine.method.name == PLAIN)
     report.dtype = plain.dtype
     tolerance = TIE_TOLERANCE.get(plain.dtype, 0.0)
     for engine in engines:
-        found = _divergences(engine, plain, prompts)
+        found = None if drawn else _divergences(engine, plain, prompts)
         run = summarise(engine.method, engine.batch_size, engine.rounds, plain.rounds, found, tolerance)
         report.runs.append(run)
         report.wrong += [f"{run['label']}, batch size {run['batch_size']}: {line}" for line in run["wrong"]]

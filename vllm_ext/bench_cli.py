@@ -51,6 +51,13 @@ def bench_command(
         typer.Option(min=1, help="Prompts to use, evenly spaced over all files; default: all."),
     ] = None,
     max_tokens: Annotated[int, typer.Option(min=2, help="Tokens an answer may have.")] = 128,
+    temperature: Annotated[
+        float,
+        typer.Option(
+            min=0.0,
+            help="0: greedy answers, compared with plain's. Above: answers are drawn, and cannot be compared.",
+        ),
+    ] = 0.0,
     rounds: Annotated[int, typer.Option(min=1, help="Rounds; figures are medians over them.")] = 3,
     workload: Annotated[
         str,
@@ -90,7 +97,7 @@ def bench_command(
     ] = None,
     verbose: Annotated[bool, typer.Option("--verbose", help="Show vLLM's log.")] = False,
 ) -> None:
-    """Compare methods on real engines: speed beside plain vLLM, and whether outputs are the same.
+    """Compare methods on real engines: speed beside plain vLLM, and whether greedy outputs are the same.
 
     Exits 1 when an answer differs from plain's by more than a near tie, or an engine fails.
     """
@@ -104,6 +111,7 @@ def bench_command(
             batch_sizes=tuple(parse_batch_sizes(batch_size)),
             limit=limit,
             max_tokens=max_tokens,
+            temperature=temperature,
             rounds=rounds,
             dtype=dtype,
             workload=workload,
@@ -243,7 +251,9 @@ def _table(report: Report) -> Table:
             _number(entry["tokens_per_step"], ".2f"),
             _number(entry["draft_tokens_per_step"], ".2f"),
             _number(entry["draft_time_share"], ".1%"),
-            f"{entry['identical']}/{entry['tie_divergences']}/" + (f"[red]{wrong}[/]" if wrong else "0"),
+            "-"
+            if wrong is None
+            else f"{entry['identical']}/{entry['tie_divergences']}/" + (f"[red]{wrong}[/]" if wrong else "0"),
         )
     return table
 
@@ -268,6 +278,7 @@ def _environment(settings: Settings, dtype: str) -> dict[str, Any]:
         "model": settings.model,
         "dtype": dtype,
         "max_tokens": settings.max_tokens,
+        "temperature": settings.temperature,
         "rounds": settings.rounds,
         "limit": settings.limit,
         "workload": settings.workload,

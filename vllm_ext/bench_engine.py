@@ -46,6 +46,7 @@ class Engine:
         self.rounds: list[Round] = []
         self.batch_size = batch_size
         self._max_tokens = settings.max_tokens
+        self._temperature = settings.temperature
         self._drafts = _DraftCounter()
         self._num_requests = 0
         self._top_logprobs: dict[tuple[int, ...], dict[int, float]] = {}
@@ -116,7 +117,7 @@ class Engine:
         key = tuple(token_ids)
         if key not in self._top_logprobs:
             prompt = list(token_ids[:-1] if decoded else token_ids)
-            self._add_request(prompt, 1 + decoded, TOP_LOGPROBS)
+            self._add_request(prompt, 1 + decoded, logprobs=TOP_LOGPROBS)
             tokens: list[int] = []
             positions: list[Any] = []
             while self._engine.has_unfinished_requests():
@@ -140,7 +141,7 @@ class Engine:
                     index, prompt = item
                     answer = Answer(index, prompt.category, time.perf_counter(), [], [])
                     answers.append(answer)
-                    running[self._add_request(prompt.token_ids, max_tokens)] = answer
+                    running[self._add_request(prompt.token_ids, max_tokens, self._temperature)] = answer
                 if not running:
                     return answers
                 outputs = self._engine.step()
@@ -155,14 +156,16 @@ class Engine:
         except Exception as error:
             raise EngineError(f"{self.method.label}: the engine died: {error}") from error
 
-    def _add_request(self, token_ids: list[int], max_tokens: int, logprobs: int | None = None) -> str:
+    def _add_request(
+        self, token_ids: list[int], max_tokens: int, temperature: float = 0.0, logprobs: int | None = None
+    ) -> str:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
         self._num_requests += 1
         request_id = str(self._num_requests)
         params = SamplingParams(
-            temperature=0.0,
+            temperature=temperature,
             max_tokens=max_tokens,
             logprobs=logprobs,
             output_kind=RequestOutputKind.DELTA,

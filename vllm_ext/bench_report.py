@@ -96,6 +96,7 @@ def _section(comparison: Comparison, keys: dict[str, Key], number: int) -> Secti
         f"batch size {sizes}",
         _counted(comparison.runs[0].prompts, "prompt"),
         _counted(first.get("max_tokens"), "token", " an answer"),
+        f"temperature {first['temperature']:g}" if first.get("temperature") else None,
         _counted(first.get("rounds"), "round"),
         first.get("cpu_model"),
         _counted(first.get("cores", first.get("cpus")), "core"),

@@ -15,6 +15,7 @@ CONDITIONS = (
     "model",
     "dtype",
     "max_tokens",
+    "temperature",
     "rounds",
     "limit",
     "workload",

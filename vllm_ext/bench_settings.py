@@ -151,6 +151,7 @@ class Settings:
     batch_sizes: tuple[int, ...] = (1,)
     limit: int | None = None  # prompts; None: all
     max_tokens: int = 128
+    temperature: float = 0.0  # above 0 answers are drawn, without seeds, and not compared
     rounds: int = 3
     dtype: str = "auto"
     workload: str = "fresh"

@@ -130,10 +130,10 @@ def summarise(
     batch_size: int,
     rounds: Sequence[Round],
     plain_rounds: Sequence[Round],
-    divergences: Sequence[Divergence],
+    divergences: Sequence[Divergence] | None,
     tolerance: float,
 ) -> dict[str, Any]:
-    """One entry of the JSON's ``runs``. Ratios pair rounds of the same prompts."""
+    """One entry of the JSON's ``runs``. Ratios pair rounds of the same prompts. Without divergences: not compared."""
     answers = [answer for round_ in rounds for answer in round_.answers]
     pairs = list(zip(rounds, plain_rounds, strict=True))
     speeds = [round_.decode_tokens_per_s for round_ in rounds]
@@ -141,7 +141,9 @@ def summarise(
     e2e_speeds = [round_.e2e_tokens_per_s for round_ in rounds]
     num_steps = [sum(answer.decode_steps for answer in round_.answers) for round_ in rounds]
     draft_s = [round_.draft_s for round_ in rounds if round_.draft_s is not None]
-    wrong = [divergence for divergence in divergences if not divergence.is_tie(tolerance)]
+    compared = divergences is not None
+    found = divergences or ()
+    wrong = [divergence for divergence in found if not divergence.is_tie(tolerance)]
     return {
         "method": method.name,
         "label": method.label,
@@ -166,9 +168,9 @@ def summarise(
         "draft_time_share": ratio(sum(draft_s), sum(round_.decode_s for round_ in rounds))
         if len(draft_s) == len(rounds)
         else None,
-        "identical": len(answers) - len(divergences),
-        "tie_divergences": len(divergences) - len(wrong),
-        "wrong_divergences": len(wrong),
+        "identical": len(answers) - len(found) if compared else None,
+        "tie_divergences": len(found) - len(wrong) if compared else None,
+        "wrong_divergences": len(wrong) if compared else None,
         "wrong": [str(divergence) for divergence in wrong],
         "prompts": len(answers),
         "category": {

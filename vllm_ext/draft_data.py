@@ -20,7 +20,10 @@ from vllm_ext.datastore_files import Progress
 Int32 = npt.NDArray[np.int32]
 
 SHARD = 64  # prompts
-TEMPERATURES = (0.0, 1.0)  # of a prompt's answers, in turn: a draft serves greedy requests and others
+TEMPERATURES = (
+    0.0,
+    1.0,
+)  # of a prompt's first answer and of all others: a draft serves both kinds of requests
 
 
 @dataclass(frozen=True)
@@ -51,7 +54,7 @@ def generate(
         model: the target's folder or hub name.
         chats: lists of messages.
         folder: of the shards.
-        samples: answers of each chat, at `TEMPERATURES` in turn.
+        samples: answers of each chat, at `TEMPERATURES`.
         max_tokens: of an answer.
         top_k: alternatives kept of each token.
         engine_options: of vLLM's ``LLM``.
@@ -70,9 +73,7 @@ def generate(
     for start in missing:
         part = list(chats[start : start + SHARD])
         params = [
-            SamplingParams(
-                temperature=TEMPERATURES[i % len(TEMPERATURES)], max_tokens=max_tokens, logprobs=top_k
-            )
+            SamplingParams(temperature=TEMPERATURES[min(i, 1)], max_tokens=max_tokens, logprobs=top_k)
             for i in range(samples)
         ]
         outputs = llm.chat(

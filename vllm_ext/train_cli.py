@@ -52,7 +52,7 @@ def draft_command(
     num_heads: Annotated[int, typer.Option(min=1, help="Divides the hidden size.")] = 3,
     intermediate_size: Annotated[int, typer.Option(min=32)] = 512,
     samples: Annotated[
-        int, typer.Option(min=1, help="Answers of each prompt: greedy and sampled in turn.")
+        int, typer.Option(min=1, help="Answers of each prompt: one greedy, the others sampled.")
     ] = 2,
     max_tokens: Annotated[int, typer.Option(min=2, help="Of an answer.")] = 256,
     top_k: Annotated[int, typer.Option(min=1, max=256, help="Alternatives kept of each of its tokens.")] = 16,

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from conftest import ENGINE_OPTIONS
-from distribution import PROMPTS, SAMPLES, p_value, sample
+from distribution import SAMPLES, least_p_value, p_value, sample
 from helpers import assert_same_outputs, own_prompts
 from vllm import SamplingParams
 
@@ -91,9 +91,8 @@ def be_honest(worker: Any) -> None:
 
 def test_sampled_tokens_have_plains_distribution(llms: tuple[Any, Any]) -> None:
     plain, trees = llms
+    assert least_p_value(plain, trees) > 1e-4
     expected = sample(plain, SAMPLES)
-    actual = sample(trees, SAMPLES)
-    assert min(p_value(a, b) for a, b in zip(expected, actual, strict=True)) > 1e-4 / PROMPTS
     trees.collective_rpc(prefer_drafts)
     try:
         biased = sample(trees, SAMPLES)

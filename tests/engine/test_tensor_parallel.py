@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tensor parallelism 2: two workers, each with its own proposer, budget and clock, must see the same trees."""
+"""Tensor parallelism 2: two workers, each with its own proposer, budget, clock and noise, must see the same trees."""
 
 from __future__ import annotations
 
@@ -23,6 +23,8 @@ if __name__ == "__main__":
     llm = LLM(model, speculative_config=method, dtype="float32", max_model_len=512, max_num_seqs=4,
               enforce_eager=True, tensor_parallel_size=2)
     result = []
+    # Drawn without seeds, and not compared: their KV is read again by the prompts that come next.
+    llm.generate(prompts, SamplingParams(temperature=1.0, max_tokens=40, ignore_eos=True), use_tqdm=False)
     for params in (
         SamplingParams(temperature=0, max_tokens=40, ignore_eos=True),
         SamplingParams(temperature=0.9, seed=3, max_tokens=40, ignore_eos=True),
@@ -53,14 +55,21 @@ def run(model_dir: str, method: dict[str, object] | None, log: Path) -> tuple[li
     return outputs, counters
 
 
-def test_two_workers_are_lossless_cold_and_warm(slice_dir: str, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def expected(slice_dir: str, tmp_path_factory: pytest.TempPathFactory) -> list[list[int]]:
+    outputs, _ = run(slice_dir, None, tmp_path_factory.mktemp("plain") / "plain")
+    return outputs
+
+
+def test_two_workers_are_lossless_cold_and_warm(
+    slice_dir: str, expected: list[list[int]], tmp_path: Path
+) -> None:
     """Both take over what one has saved: had their trees differed, rank 0's drafts would be none of rank 1's."""
     method: dict[str, object] = {
         "method": "hybrid",
         "num_speculative_tokens": 8,
         "state_dir": str(tmp_path / "state"),
     }
-    expected, _ = run(slice_dir, None, tmp_path / "plain")
     totals = []
     for name in ("cold", "warm"):
         actual, counters = run(slice_dir, method, tmp_path / name)
@@ -74,3 +83,14 @@ def test_two_workers_are_lossless_cold_and_warm(slice_dir: str, tmp_path: Path) 
     cold, warm = totals
     assert (cold["state_loads"], warm["state_loads"]) == (0, 1)
     assert warm["spec_steps"] < cold["spec_steps"]
+
+
+def test_two_workers_draft_with_a_model(slice_dir: str, expected: list[list[int]], tmp_path: Path) -> None:
+    """The target is its own draft, a worker has half of either; drawn trees need the same noise."""
+    method = {"method": "dyspec", "model": slice_dir, "num_speculative_tokens": 8, "max_depth": 4}
+    actual, counters = run(slice_dir, {**method, "budget": "fixed"}, tmp_path / "drafts")
+    assert_same_outputs(expected, actual)
+    assert counters[1] == {}
+    assert counters[0]["fallbacks:proposer_error"] == 0
+    # Most steps put out a path of four and the target's own.
+    assert counters[0]["spec_emitted_tokens"] > 3 * counters[0]["spec_steps"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,8 @@ from typer.testing import CliRunner
 from vllm_ext import bench_cli
 from vllm_ext.bench import Report
 from vllm_ext.bench_report import html
-from vllm_ext.bench_settings import Method
-from vllm_ext.bench_stats import Answer, Round, summarise
+from vllm_ext.bench_settings import Method, Settings
+from vllm_ext.bench_stats import Answer, Divergence, Round, summarise
 from vllm_ext.cli import app
 
 # Two runs of one comparison, as an older version wrote them.
@@ -26,13 +27,16 @@ def invoke(*arguments: object) -> Any:
     return CliRunner().invoke(app, list(map(str, arguments)))
 
 
-def measured(wrong: list[str]) -> Report:
+def measured(wrong: list[str], divergences: Sequence[Divergence] | None = ()) -> Report:
     """What a run of two methods, one twice as fast, comes to."""
     rounds = {
         name: [Round([Answer(0, "qa", 0.0, [1, 2, 3], [1.0, 1.0 + t, 1.0 + 2 * t])], 4.0, 0, 0.0)] * 2
         for name, t in (("plain", 1.0), ("fast", 0.5))
     }
-    runs = [summarise(Method(name, {}, name), 1, rounds[name], rounds["plain"], [], 0.0) for name in rounds]
+    runs = [
+        summarise(Method(name, {}, name), 1, rounds[name], rounds["plain"], divergences, 0.0)
+        for name in rounds
+    ]
     return Report(dtype="float32", runs=runs, wrong=wrong, notices=["one prompt skipped"])
 
 
@@ -61,6 +65,26 @@ def test_bench_writes_the_page_of_its_json(
     assert saved["runs"][1]["category"]["qa"]["speedup_vs_plain_rounds"] == [2.0, 2.0]
     assert page.read_text(encoding="utf-8") == html([("out.json", saved)])
     assert "2.00x" in page.read_text(encoding="utf-8")
+
+
+def test_answers_that_were_drawn_are_not_compared(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    asked = []
+
+    def run(settings: Settings, progress: Any) -> Report:
+        asked.append(settings.temperature)
+        return measured([], None)
+
+    monkeypatch.setattr(bench_cli, "run", run)
+    figures, page = tmp_path / "out.json", tmp_path / "out.html"
+    options = ("--model", "M", "--prompts", "p.jsonl", "--temperature", 0.7)
+    result = invoke("bench", *options, "--json", figures, "--html", page)
+    assert result.exit_code == 0, result.output
+    assert asked == [0.7]
+    saved = json.loads(figures.read_text())
+    assert saved["environment"]["temperature"] == 0.7
+    assert saved["runs"][1]["identical"] is None
+    assert "Answers were not compared" in page.read_text(encoding="utf-8")
+    assert "temperature 0.7" in page.read_text(encoding="utf-8")
 
 
 def test_bench_writes_a_page_without_json(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

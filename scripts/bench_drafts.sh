@@ -30,8 +30,8 @@ for nodes in ${3:-8 16 32}; do
             for width in $widths; do methods+=",rsd_s($common,width=$width)"; done
         fi
         json=$output/nodes-$nodes-temperature-$temperature.json
-        VLLM_PLUGINS=vllm_ext .venv/bin/vllm-ext bench --model "$model" --prompts "$data/spec_bench.jsonl:3" \
-            --prompts "$data/human_eval.jsonl:6" --methods "$methods" --batch-size 8 --max-tokens 96 --rounds 1 \
+        VLLM_PLUGINS=vllm_ext .venv/bin/vllm-ext bench --model "$model" --prompts "$data/spec_bench.jsonl:2" \
+            --prompts "$data/human_eval.jsonl:4" --methods "$methods" --batch-size 8 --max-tokens 96 --rounds 1 \
             --dtype bfloat16 --kv-cache-memory-bytes 268435456 --temperature "$temperature" --json "$json"
     done
 done

@@ -1,10 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What tree speculation costs a step, in a real engine.
+"""What tree speculation costs a step beside the forward pass, part by part, in a real engine.
 
-Beside the forward pass, part by part; and in it: the forward pass of trees (our attention kernel) beside that of
-chains (vLLM's), of equally many nodes, taking turns step by step, by tokens of context.
-
-    .venv/bin/python scripts/profile_step.py --model MODEL [--nodes 16] [--batch-size 1] [--contexts 60,1900]
+.venv/bin/python scripts/profile_step.py --model MODEL [--nodes 16] [--batch-size 1]
 """
 
 from __future__ import annotations
@@ -73,64 +70,6 @@ def read_clocks(worker: Any) -> dict[str, list[float]]:
     return times
 
 
-def alternate_shapes(worker: Any, nodes: int) -> None:
-    """Draft a binary tree and a chain of ``nodes`` unlikely tokens in turn, and time the forward pass of each."""
-    import numpy as np
-
-    from vllm_ext.proposers.tree import DraftTree
-
-    runner = worker.model_runner
-    random = np.random.default_rng(0)
-    index = np.arange(nodes, dtype=np.int32)
-    shapes = (index + 1) // 2 - 1, index - 1
-    falling = np.linspace(0.9, 0.1, nodes).astype(np.float32)
-    turn = 0
-
-    def propose(requests: Any) -> list[DraftTree]:
-        nonlocal turn
-        turn += 1
-        runner.drafter.chain_reason = None if turn % 2 == 0 else "for vLLM's own kernel"
-        vocab = runner.drafter.proposer.vocab_size
-        drafts = random.choice(vocab, (len(requests), nodes), replace=False).astype(np.int32)
-        return [DraftTree(tokens, shapes[turn % 2].astype(np.int32), falling) for tokens in drafts]
-
-    runner.drafter.proposer.propose = propose
-    runner.drafter.proposer.observe = lambda rows: None
-    inner = runner.execute_model
-    worker.times = {}
-
-    def timed(*args: Any, **kwargs: Any) -> Any:
-        started = time.perf_counter()
-        result = inner(*args, **kwargs)
-        trees = runner.step_trees
-        if trees is not None and int(trees.row_start[-1]) == len(trees.context) * (1 + nodes):
-            name = "trees" if trees.branching else "chains"
-            worker.times.setdefault(name, []).append(time.perf_counter() - started)
-        return result
-
-    runner.execute_model = timed
-
-
-def compare_shapes(llm: Any, nodes: int, batch_size: int, contexts: list[int]) -> None:
-    """The table of trees beside chains."""
-    from vllm import SamplingParams
-
-    llm.collective_rpc(alternate_shapes, args=(nodes,))
-    params = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
-    print(f"forward pass, batch {batch_size}, {nodes} nodes a request, median milliseconds")
-    for context in contexts:
-        prompts = [{"prompt_token_ids": [1000 + i, *range(2000, 1999 + context)]} for i in range(batch_size)]
-        llm.generate(prompts, params, use_tqdm=False)
-        llm.collective_rpc(read_clocks)
-        llm.generate(prompts, params, use_tqdm=False)
-        (times,) = llm.collective_rpc(read_clocks)
-        trees, chains = (1e3 * statistics.median(times[name]) for name in ("trees", "chains"))
-        print(
-            f"  context {context:5}: trees {trees:6.2f}, chains {chains:6.2f}, ratio {trees / chains:.3f} "
-            f"({len(times['trees'])} and {len(times['chains'])} steps)"
-        )
-
-
 def main() -> None:
     """Run and print the table."""
     parser = argparse.ArgumentParser(
@@ -139,7 +78,6 @@ def main() -> None:
     parser.add_argument("--model", required=True)
     parser.add_argument("--nodes", type=int, default=16)
     parser.add_argument("--batch-size", type=int, default=1)
-    parser.add_argument("--contexts", default="60,1900")
     parser.add_argument("--dtype", default="bfloat16")
     arguments = parser.parse_args()
 
@@ -173,8 +111,6 @@ def main() -> None:
             f"  {label:20} mean {mean:6.3f}   median of its {len(values)} calls {1e3 * statistics.median(values):6.3f}"
         )
     print(f"  all but the forward  mean {total:6.3f}")
-    contexts = [int(context) for context in arguments.contexts.split(",")]
-    compare_shapes(llm, arguments.nodes, arguments.batch_size, contexts)
 
 
 if __name__ == "__main__":

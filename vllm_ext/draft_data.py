@@ -82,6 +82,7 @@ def generate(
         write(shard_file(folder, start), [_answer(output, top_k) for output in outputs])
         done += len(part)
         report("answers", done, len(chats))
+    llm.llm_engine.engine_core.shutdown()  # its memory and its core are training's now
 
 
 def shard_file(folder: Path, start: int) -> Path:

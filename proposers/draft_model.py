@@ -117,7 +117,7 @@ class DraftModelProposer(Proposer):
 
     def chosen(self, num_nodes: int, max_depth: int) -> TreeBuilder:
         """The builder of a tree for any other request: its nodes are chosen, not drawn."""
-        return LikeliestTree(num_nodes, max_depth, width=num_nodes)
+        return LikeliestTree(num_nodes, max_depth)
 
     def propose(self, requests: Sequence[Request]) -> list[DraftTree]:
         """See `Proposer.propose`. A drawn tree is to be verified as it is, not cut by what it holds."""

@@ -27,7 +27,7 @@ from typing import ClassVar
 from vllm_ext.kernels.chance import Chance
 from vllm_ext.kernels.sparse import Float64, Sparse
 from vllm_ext.proposers.draft_model import DraftModelProposer
-from vllm_ext.proposers.sampled import ROOT, TreeBuilder, largest
+from vllm_ext.proposers.sampled import ASKED_PER_NODE, ROOT, TreeBuilder, largest, share
 
 
 class DrawnTree(TreeBuilder):
@@ -45,6 +45,7 @@ class DrawnTree(TreeBuilder):
         super().__init__()
         self.values: list[float] = []  # of each node's slot; not above its parent's, nor its elder siblings'
         self._num_nodes, self._max_depth, self._least = num_nodes, max_depth, least_value
+        self._room = ASKED_PER_NODE * num_nodes  # nodes that may still be asked for
         self._chance = chance
         self._left: dict[int, Float64] = {}  # what of a node's distribution was not drawn yet
         self._slots: list[tuple[float, int]] = []  # a heap: value negated, node whose distribution is known
@@ -66,15 +67,19 @@ class DrawnTree(TreeBuilder):
     def wanted(self) -> list[int]:
         """See `TreeBuilder.wanted`."""
         # No slot is worth more than the one it comes from: what is not among the best now will not be.
-        return [node for negated, node in self._waiting if self._better(-negated) <= self._num_nodes]
+        best = [entry for entry in sorted(self._waiting) if self._better(-entry[0]) <= self._num_nodes]
+        return [node for _, node in best[: share(self._room)]]
 
     def give(self, rows: Sequence[Sparse]) -> None:
         """See `TreeBuilder.give`."""
-        for node, row in zip(self.wanted(), rows, strict=True):
+        asked = self.wanted()
+        self._room -= sum(node != ROOT for node in asked)
+        for node, row in zip(asked, rows, strict=True):
             self.q[node], self._left[node] = row, row.q.copy()
         waiting, self._waiting = self._waiting, []
         for negated, node in waiting:
-            self._open(node, -negated)
+            if node in self._left:  # the others get no children: decided before any of theirs was drawn
+                self._open(node, -negated)
         while self._slots and self._better(-self._slots[0][0]) < self._num_nodes:
             negated, node = heapq.heappop(self._slots)
             self._fill(node, -negated)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from vllm_ext.kernels.sparse import Sparse
-from vllm_ext.proposers.sampled import ROOT, TreeBuilder, largest
+from vllm_ext.proposers.sampled import ASKED_PER_NODE, ROOT, TreeBuilder, largest, share
 
 
 class LikeliestTree(TreeBuilder):
@@ -17,13 +17,13 @@ class LikeliestTree(TreeBuilder):
     Args:
         num_nodes: most nodes of the tree.
         max_depth: deepest nodes.
-        width: most nodes of a depth that are followed further.
     """
 
-    def __init__(self, num_nodes: int, max_depth: int, width: int) -> None:
+    def __init__(self, num_nodes: int, max_depth: int) -> None:
         super().__init__()
         self.values: list[float] = []  # path probabilities, in no order
-        self._num_nodes, self._max_depth, self._width = num_nodes, max_depth, width
+        self._num_nodes, self._max_depth = num_nodes, max_depth
+        self._room = ASKED_PER_NODE * num_nodes  # nodes that may still be asked for
         self._wanted = [ROOT] if num_nodes > 0 and max_depth > 0 else []
 
     def wanted(self) -> list[int]:
@@ -43,7 +43,8 @@ class LikeliestTree(TreeBuilder):
         self._wanted = []
         if len(self.tokens) > first and self.depth(first) < self._max_depth:
             # What is not among the best now is not in the tree, and nothing below it.
-            self._wanted = [node for node in self.kept() if node >= first][: self._width]
+            self._wanted = [node for node in self.kept() if node >= first][: share(self._room)]
+            self._room -= len(self._wanted)
 
     def kept(self) -> list[int]:
         """The most probable nodes."""

@@ -17,6 +17,9 @@ from vllm_ext.kernels.sparse import Sparse
 from vllm_ext.proposers.tree import DraftTree, Drawn
 
 ROOT = -1
+# Most nodes after which the distribution is asked for, for each of the finished tree: the draft's KV of all of them
+# has a place, also of those that are not in the tree in the end.
+ASKED_PER_NODE = 2
 
 # The draft's distributions after nodes given as builder (an index) and node.
 Draft = Callable[[Sequence[tuple[int, int]]], Sequence[Sparse]]
@@ -81,6 +84,11 @@ class TreeBuilder(ABC):
         while node != ROOT:
             node, depth = self.parents[node], depth + 1
         return depth
+
+
+def share(room: int) -> int:
+    """How many nodes of one depth to ask for when so many may be in all: half of them, the other half goes deeper."""
+    return (room + 1) // 2
 
 
 def largest(values: Sequence[float], count: int) -> list[int]:

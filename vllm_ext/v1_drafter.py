@@ -24,6 +24,7 @@ from vllm_ext.proposers.base import Request, Sampling, VerifiedRows
 from vllm_ext.proposers.budget import GoodputBudget
 from vllm_ext.proposers.draft_budget import DraftBudget
 from vllm_ext.proposers.draft_model import DraftModelOptions, DraftModelProposer
+from vllm_ext.proposers.sampled import ASKED_PER_NODE
 from vllm_ext.proposers.tree import DraftTree, Float32, Int32
 from vllm_ext.v1_memory import Memory
 from vllm_ext.v1_trees import StepTrees
@@ -382,7 +383,10 @@ class Drafter:
             if not started:
                 self._sampling[request_id] = request_facts.sampling_of(params)
             # Each node takes a slot behind the root, accepted or not.
-            budget_tokens = min(num_draft_tokens, self.num_nodes, self._max_model_len - num_tokens)
+            slots_left = self._max_model_len - num_tokens
+            if self.companion is not None:
+                slots_left //= ASKED_PER_NODE
+            budget_tokens = min(num_draft_tokens, self.num_nodes, slots_left)
             if self.budget is not None and self._may_hint:
                 budget_tokens = min(budget_tokens, self.budget.hint(request_id))
             # A step that accepts n drafts emits n + 1 tokens.

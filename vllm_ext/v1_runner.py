@@ -105,7 +105,9 @@ class SpeculativeRunner:
         if drafter.companion is None:
             return
         draft_pass = drafter.companion.calibration_pass
-        draft_pass(1)  # compiles what would else stall the first request
+        # Compiles what would else stall the first request. Not with one row: the code would be for one row alone, and
+        # vLLM, which checks no guards, would run it with any number.
+        draft_pass(16)
         if drafter.draft_budget is not None:
             self._calibrate(drafter.draft_budget.cost, target_pass, "forward pass", CALIBRATION_SECONDS)
             self._calibrate(

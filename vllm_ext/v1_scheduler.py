@@ -10,9 +10,11 @@ from typing import Any
 
 from vllm.v1.core.sched.scheduler import Scheduler as StockScheduler
 
+from vllm_ext.proposers.sampled import ASKED_PER_NODE
+
 
 class Scheduler(StockScheduler):  # type: ignore[misc]  # vLLM is untyped to us
-    """Reserves a slot for each draft node and for the token before them."""
+    """Reserves a slot for each node that the draft model reads and for the token before them."""
 
     vllm_config: Any
 
@@ -22,7 +24,7 @@ class Scheduler(StockScheduler):  # type: ignore[misc]  # vLLM is untyped to us
 
         A step may put out one token more than it had rows for, which is the root of the next tree.
         """
-        return 1 + int(self.vllm_config.speculative_config.num_speculative_tokens)
+        return 1 + ASKED_PER_NODE * int(self.vllm_config.speculative_config.num_speculative_tokens)
 
     @num_lookahead_tokens.setter
     def num_lookahead_tokens(self, value: int) -> None:

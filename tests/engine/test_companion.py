@@ -128,13 +128,13 @@ def test_seeds_and_penalties(plain_slice_llm: Any, twin: Any) -> None:
 
 
 def test_a_draft_of_another_shape(plain_slice_llm: Any, slice_dir: str, tmp_path: Path) -> None:
-    """Other heads and fewer layers, as `vllm-ext train draft` makes them; its weights are noise."""
+    """Other heads and fewer layers, as `vllm-ext train draft` makes them; its weights are noise, and it is compiled."""
     shape = Shape(hidden_size=64, num_layers=1, num_heads=2, intermediate_size=64)
     make_model(Path(slice_dir), shape, "cpu").save_pretrained(tmp_path)
     for file in Path(slice_dir).glob("tokenizer*"):
         shutil.copy(file, tmp_path)
     method = {"method": "rsd_s", "model": str(tmp_path), "num_speculative_tokens": 8, "max_depth": 3}
-    engines = engine(slice_dir, {**method, "budget": "fixed"})
+    engines = engine(slice_dir, {**method, "budget": "fixed"}, enforce_eager=False)
     llm = next(engines)
     try:
         inputs = long_and_short_prompts(llm, 6)

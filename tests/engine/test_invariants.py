@@ -53,8 +53,12 @@ def unwrap(worker: Any) -> None:
 
 
 def layers(runner: Any) -> list[Any]:
+    """Caches of the target's layers: a draft model's stand in the same groups."""
     context = runner.compilation_config.static_forward_context
-    return [context[name].kv_cache for groups in runner.attn_groups for g in groups for name in g.layer_names]
+    companion = getattr(getattr(runner, "drafter", None), "companion", None)
+    drafting = companion.layers if companion else ()
+    names = [name for groups in runner.attn_groups for group in groups for name in group.layer_names]
+    return [context[name].kv_cache for name in names if name not in drafting]
 
 
 def slots(runner: Any, request: int, start: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ from vllm_ext.kernels.sparse import Sparse
 from vllm_ext.proposers.dyspec import DrawnTree
 from vllm_ext.proposers.likeliest_tree import LikeliestTree
 from vllm_ext.proposers.rsd import BeamTree, BranchingTree
-from vllm_ext.proposers.sampled import ROOT, TreeBuilder, grow
+from vllm_ext.proposers.sampled import ASKED_PER_NODE, ROOT, TreeBuilder, grow
 from vllm_ext.proposers.spectr import IndependentDrafts
 from vllm_ext.samplers import k_seq, recursive_rejection
 
@@ -176,7 +177,7 @@ def test_a_draft_that_is_the_target_is_accepted_to_the_leftmost_leaf() -> None:
 @pytest.mark.parametrize("nodes", [1, 3, 8, 30])
 def test_the_likeliest_nodes(seed: int, nodes: int) -> None:
     draft = Model(seed, vocab=5)
-    builder = LikeliestTree(nodes, 3, width=nodes)
+    builder = LikeliestTree(nodes, 3)
     assert drafted(builder, draft=draft) <= 3
     best = builder.kept()
     every = {
@@ -192,17 +193,23 @@ def test_the_likeliest_nodes(seed: int, nodes: int) -> None:
     assert all(path[:-1] in paths[:place] or len(path) == 1 for place, path in enumerate(paths))
 
 
-def test_the_width_bounds_what_is_asked_for() -> None:
+@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("nodes", [1, 2, 5, 12])
+@pytest.mark.parametrize(
+    "make", [LikeliestTree, lambda *given: DrawnTree(*given, RandomChance(np.random.default_rng(0)))]
+)
+def test_no_more_is_asked_for_than_has_a_place(make: Any, nodes: int, seed: int) -> None:
     asked: list[int] = []
-    builder = LikeliestTree(30, 4, width=2)
-    draft = Model(0, vocab=5)
+    builder = make(nodes, 6)
+    draft = Model(seed, vocab=12)
 
     def answer(wanted: Sequence[tuple[int, int]]) -> list[Sparse]:
         asked.append(len(wanted))
         return [sparse(draft.after(path_of(builder, node))) for _, node in wanted]
 
-    grow([builder], answer)
-    assert asked == [1, 2, 2, 2]
+    assert grow([builder], answer) <= 6
+    assert sum(asked[1:]) <= ASKED_PER_NODE * nodes  # the root's distribution takes no place
+    assert len(builder.kept()) == nodes
 
 
 def test_requests_grow_side_by_side() -> None:
@@ -210,7 +217,7 @@ def test_requests_grow_side_by_side() -> None:
     builders: list[TreeBuilder] = [
         DrawnTree(6, 4, chances[0]),
         BranchingTree((2, 1), 9, chances[1]),
-        LikeliestTree(0, 4, 2),
+        LikeliestTree(0, 4),
     ]
     alone = DrawnTree(6, 4, chances[2])
     rounds = drafted(alone)

@@ -84,3 +84,4 @@ def test_up_to_max_model_len(plain_llm: Any, tested_llm: Any) -> None:
     expected = complete(plain_llm, prompts, max_tokens=40, ignore_eos=True)
     assert [len(tokens) for tokens in expected] == [1, 2, 4, 17, 40]
     assert_same_outputs(expected, complete(tested_llm, prompts, max_tokens=40, ignore_eos=True))
+    assert counters(tested_llm)["fallbacks:proposer_error"] == 0

@@ -6,7 +6,6 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 import pytest
@@ -195,12 +194,11 @@ def test_the_likeliest_nodes(seed: int, nodes: int) -> None:
 
 @pytest.mark.parametrize("seed", range(10))
 @pytest.mark.parametrize("nodes", [1, 2, 5, 12])
-@pytest.mark.parametrize(
-    "make", [LikeliestTree, lambda *given: DrawnTree(*given, RandomChance(np.random.default_rng(0)))]
-)
-def test_no_more_is_asked_for_than_has_a_place(make: Any, nodes: int, seed: int) -> None:
+@pytest.mark.parametrize("drawn", [False, True])
+def test_no_more_is_asked_for_than_has_a_place(drawn: bool, nodes: int, seed: int) -> None:
     asked: list[int] = []
-    builder = make(nodes, 6)
+    noise = RandomChance(np.random.default_rng(0))
+    builder = DrawnTree(nodes, 6, noise) if drawn else LikeliestTree(nodes, 6)
     draft = Model(seed, vocab=12)
 
     def answer(wanted: Sequence[tuple[int, int]]) -> list[Sparse]:

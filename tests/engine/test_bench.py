@@ -32,6 +32,7 @@ ENVIRONMENT_KEYS = {
     "model",
     "dtype",
     "max_tokens",
+    "temperature",
     "rounds",
     "limit",
     "workload",

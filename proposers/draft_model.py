@@ -65,7 +65,6 @@ class DraftModelOptions(MethodOptions):
     max_depth: int = Field(
         default=8, ge=1, le=32, description="deepest node: each depth is a forward pass of the draft model"
     )
-
     export_dir: str | None = Field(
         default=None,
         min_length=1,

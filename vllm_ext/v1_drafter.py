@@ -23,7 +23,7 @@ from vllm_ext.kernels.top_k import top_k_ids
 from vllm_ext.proposers.base import Request, Sampling, VerifiedRows
 from vllm_ext.proposers.budget import GoodputBudget
 from vllm_ext.proposers.draft_budget import DraftBudget
-from vllm_ext.proposers.draft_model import DraftModelOptions, DraftModelProposer
+from vllm_ext.proposers.draft_model import DraftModelProposer
 from vllm_ext.proposers.sampled import ASKED_PER_NODE
 from vllm_ext.proposers.tree import DraftTree, Float32, Int32
 from vllm_ext.v1_memory import Memory
@@ -48,18 +48,15 @@ class Drafter:
         self._max_model_len: int = vllm_config.model_config.max_model_len
         self.proposer = settings.proposer_class.from_options(settings.options, self._vocab_size)
         self.companion: Companion | None = None
-        if isinstance(self.proposer, DraftModelProposer):
-            self.companion = self.proposer.draft = Companion(vllm_config, self.proposer.options)
-        options = settings.options
+        self._exports = False  # on all ranks alike: what is tapped decides how greedy tokens are found
         self._export: Export | None = None  # rank 0's
-        self._exports = isinstance(options, DraftModelOptions) and options.export_dir is not None
-        if (
-            isinstance(options, DraftModelOptions)
-            and options.export_dir
-            and vllm_config.parallel_config.rank == 0
-        ):
-            own = Path(options.export_dir) / str(vllm_config.parallel_config.data_parallel_index)
-            self._export = Export(own, options.export_mb)
+        if isinstance(self.proposer, DraftModelProposer):
+            options = self.proposer.options
+            self.companion = self.proposer.draft = Companion(vllm_config, options)
+            self._exports = options.export_dir is not None
+            if self._exports and vllm_config.parallel_config.rank == 0:
+                own = Path(options.export_dir) / str(vllm_config.parallel_config.data_parallel_index)
+                self._export = Export(own, options.export_mb)
         self._memory = Memory(vllm_config, settings, lambda counter: self._count({counter: 1}))
         self._sampling: dict[str, Sampling] = {}  # by request id; its keys are the requests started
         self._top: tuple[Int32, Float32] | None = None  # of this step's rows, from `tap` to `step`

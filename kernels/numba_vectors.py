@@ -209,6 +209,7 @@ def multiply_tile(
     b: Any,
     j: Any,
     ldb: Any,
+    step: Any,
     c: Any,
     k: Any,
     ldc: Any,
@@ -218,20 +219,44 @@ def multiply_tile(
     """``c = a @ b``, or ``c += a @ b`` if ``add``, for a tile of ``rows`` x ``vectors`` held in registers.
 
     ``a``, ``b``, ``c`` are flat arrays; the tile starts at ``a[i]``, ``b[j]``, ``c[k]``, rows are ``lda``,
-    ``ldb``, ``ldc`` apart, and ``inner`` products are summed.
+    ``ldb``, ``ldc`` apart, and ``inner`` products are summed. LANES columns of ``b`` lie side by side, the next
+    ``step`` further. A ``b`` of uint32 has two rows in one: pairs of bfloat16, the upper row in the lower half. The
+    sums have the same order.
     """
     if not (isinstance(rows, types.IntegerLiteral) and isinstance(vectors, types.IntegerLiteral)):
         return None
     tile = [(row, column) for row in range(rows.literal_value) for column in range(vectors.literal_value)]
 
     def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        a, i, lda, b, j, ldb, c, k, ldc, inner, add = arguments[2:]
-        a_type, b_type, c_type = signature.args[2], signature.args[5], signature.args[8]
+        a, i, lda, b, j, ldb, step, c, k, ldc, inner, add = arguments[2:]
+        a_type, b_type, c_type = signature.args[2], signature.args[5], signature.args[9]
+        paired = b_type.dtype == types.uint32
 
         def place(row: int, column: int) -> Any:
             start = builder.add(k, builder.mul(ldc, ir.Constant(ldc.type, row)))
             start = builder.add(start, ir.Constant(k.type, column * LANES))
             return _pointer(context, builder, c_type, c, start)
+
+        def columns(line: Any) -> list[Any]:
+            """Where the tile's columns of a row, or of a pair of rows, are in b."""
+            at = builder.add(j, builder.mul(line, ldb))
+            offsets = [builder.mul(step, ir.Constant(step.type, n)) for n in range(vectors.literal_value)]
+            return [_pointer(context, builder, b_type, b, builder.add(at, offset)) for offset in offsets]
+
+        def add_row(term: Any, shared: list[Any]) -> None:
+            for row, start in enumerate(starts):
+                factor = builder.load(_pointer(context, builder, a_type, a, builder.add(start, term)))
+                factor = _spread(builder, factor)
+                for column, vector in enumerate(shared):
+                    target = sums[row * len(shared) + column]
+                    product = builder.fmul(factor, vector, flags=("contract",))
+                    builder.store(builder.fadd(builder.load(target), product, flags=("contract",)), target)
+
+        def halves(pointer: Any) -> tuple[Any, Any]:
+            pairs = builder.load(builder.bitcast(pointer, INTS.as_pointer()), align=4)
+            lower = builder.shl(pairs, _constant(INTS, 16))
+            upper = builder.and_(pairs, _constant(INTS, 0xFFFF0000))
+            return builder.bitcast(lower, FLOATS), builder.bitcast(upper, FLOATS)
 
         sums = [cgutils.alloca_once(builder, FLOATS) for _ in tile]
         for target in sums:
@@ -242,32 +267,28 @@ def multiply_tile(
         starts = [
             builder.add(i, builder.mul(lda, ir.Constant(lda.type, row))) for row in range(rows.literal_value)
         ]
-        with cgutils.for_range(builder, inner) as loop:
-            line = builder.add(j, builder.mul(loop.index, ldb))
-            shared = [
-                _widened(
-                    builder,
-                    _pointer(
-                        context, builder, b_type, b, builder.add(line, ir.Constant(line.type, n * LANES))
-                    ),
-                    b_type.dtype,
-                )
-                for n in range(vectors.literal_value)
-            ]
-            for row, start in enumerate(starts):
-                factor = builder.load(_pointer(context, builder, a_type, a, builder.add(start, loop.index)))
-                factor = _spread(builder, factor)
-                for column, vector in enumerate(shared):
-                    target = sums[row * len(shared) + column]
-                    product = builder.fmul(factor, vector, flags=("contract",))
-                    builder.store(builder.fadd(builder.load(target), product, flags=("contract",)), target)
+        if paired:
+            one = ir.Constant(inner.type, 1)
+            pairs = builder.lshr(inner, one)
+            with cgutils.for_range(builder, pairs) as loop:
+                split = [halves(pointer) for pointer in columns(loop.index)]
+                first = builder.shl(loop.index, one)
+                add_row(first, [lower for lower, _ in split])
+                add_row(builder.add(first, one), [upper for _, upper in split])
+            # Of the last pair, maybe, the first alone: what was never written may be no number.
+            with builder.if_then(builder.trunc(inner, ir.IntType(1))):
+                add_row(builder.shl(pairs, one), [halves(pointer)[0] for pointer in columns(pairs)])
+        else:
+            with cgutils.for_range(builder, inner) as loop:
+                pointers = columns(loop.index)
+                add_row(loop.index, [_widened(builder, pointer, b_type.dtype) for pointer in pointers])
         for target, (row, column) in zip(sums, tile, strict=True):
             address = builder.bitcast(place(row, column), FLOATS.as_pointer())
             builder.store(builder.load(target), address, align=4)
         return context.get_dummy_value()
 
     n = types.int64
-    return types.void(rows, vectors, a, n, n, b, n, n, c, n, n, n, types.boolean), emit
+    return types.void(rows, vectors, a, n, n, b, n, n, n, c, n, n, n, types.boolean), emit
 
 
 @intrinsic  # type: ignore[untyped-decorator]

@@ -17,6 +17,7 @@ import torch
 
 from vllm_ext.kernels import backends
 from vllm_ext.kernels.backends import Backend
+from vllm_ext.kernels.kv_layouts import sizes
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MAX_ROWS = 160  # of one tree, in the triton form: the bits of `TreeRows.ancestor_bits`
@@ -105,7 +106,8 @@ def tree_attention(
     Args:
         query: float32, bfloat16 or float16 ``[num_tokens, num_heads, head_size]``, last dimension contiguous.
         key_cache: ``[num_blocks, num_kv_heads, block_size, head_size]`` of the same dtype, a view of any
-            strides; "numba" wants those of `vec_layout`. ``num_heads`` is a multiple of ``num_kv_heads``.
+            strides, or the six dimensions of `kv_layouts`; "numba" wants one of the layouts there, "triton" four
+            dimensions. ``num_heads`` is a multiple of ``num_kv_heads``.
         value_cache: as ``key_cache``.
         output: shape and dtype of ``query``. Written at the rows of ``trees`` and nowhere else.
         trees: the rows, on query's device.
@@ -126,27 +128,6 @@ def tree_attention(
         case _:
             from vllm_ext.kernels.tree_attention_ref import tree_attention_ref as form
     form(query, key_cache, value_cache, output, trees, scale)
-
-
-def vec_layout(kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """vLLM's CPU cache in its "vec" layout as key and value views.
-
-    A block of one KV head is the keys transposed, ``[head_size][block_size]``, then the values,
-    ``[block_size][head_size]``.
-
-    Args:
-        kv_cache: ``[num_blocks, num_kv_heads, block_size, 2 * head_size]``.
-
-    Returns:
-        Key and value cache, both ``[num_blocks, num_kv_heads, block_size, head_size]``, sharing its memory.
-    """
-    num_blocks, num_kv_heads, block_size, width = kv_cache.shape
-    shape = (num_blocks, num_kv_heads, block_size, width // 2)
-    block, head = kv_cache.stride()[:2]
-    start = kv_cache.storage_offset()
-    keys = kv_cache.as_strided(shape, (block, head, 1, block_size), start)
-    values = kv_cache.as_strided(shape, (block, head, shape[3], 1), start + block_size * shape[3])
-    return keys, values
 
 
 def _validate(
@@ -172,14 +153,17 @@ def _validate(
             f"{tuple(query.shape)} with the last dimension contiguous"
         )
     if (
-        key_cache.dim() != 4
-        or key_cache.shape != value_cache.shape
-        or key_cache.shape[3] != query.shape[2]
+        key_cache.dim() not in (4, 6)
+        or key_cache.dim() != value_cache.dim()
+        or key_cache.shape[0] != value_cache.shape[0]
+        or sizes(key_cache) != sizes(value_cache)
+        or sizes(key_cache)[2] != query.shape[2]
         or query.shape[1] % key_cache.shape[1]
     ):
         raise ValueError(
             f"key_cache.shape={tuple(key_cache.shape)} and value_cache.shape={tuple(value_cache.shape)} must "
-            "both be [num_blocks, num_kv_heads, block_size, head_size] with query's head_size "
+            "both be [num_blocks, num_kv_heads, block_size, head_size], or this with tokens and elements taken apart "
+            "as in kv_layouts, with query's head_size "
             f"{query.shape[2]} and a num_kv_heads that divides its num_heads {query.shape[1]}"
         )
     if trees.parents.device != query.device:

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`tree_attention` on the CPU, over vLLM's "vec" cache layout.
+"""`tree_attention` on the CPU, over vLLM's "vec" and "amx" cache layouts.
 
 A task is a request, a KV head and up to WIDE_ROWS rows of (tree row, query head of the group). It reads the
-blocks once: scores by a register-tiled matrix product straight from the cached keys, which lie transposed; a
-mask over the tree's columns; an online softmax; a second product with the cached values. 16-bit values are
-widened in registers on their way in.
+blocks once: scores by a register-tiled matrix product straight from the cached keys, which lie transposed or in
+pairs; a mask over the tree's columns; an online softmax; a second product with the cached values. 16-bit values are
+widened in registers on their way in. Both layouts give the same bits.
 
 Threads are those of torch's OpenMP, entered through GOMP_parallel: numba's own would inherit the one core
 that vLLM binds its main thread to, and would share the cores with OpenMP threads that spin between torch's
@@ -22,6 +22,7 @@ import torch
 from numba import types
 
 from vllm_ext.kernels import backends
+from vllm_ext.kernels.kv_layouts import sizes
 from vllm_ext.kernels.numba_vectors import (
     LANES,
     exp2_of_difference,
@@ -61,22 +62,31 @@ def tree_attention_numba(
     """See `vllm_ext.kernels.tree_attention.tree_attention`, which validates all but the layout.
 
     Raises:
-        ValueError: the caches' strides are not those of `vec_layout`, or ``head_size`` or the block size is
-            no multiple of LANES.
+        ValueError: the caches' strides are not those of `vec_layout` or, in bfloat16, `amx_layout`, or ``head_size`` or
+            the block size is no multiple of LANES.
     """
-    _, num_kv_heads, block_size, head_size = key_cache.shape
+    num_kv_heads, block_size, head_size = sizes(key_cache)
     key_strides, value_strides = key_cache.stride(), value_cache.stride()
-    if (
-        key_strides[2:] != (1, block_size)
-        or value_strides[2:] != (head_size, 1)
-        or block_size % LANES
-        or head_size % LANES
-    ):
+    paired = key_cache.dim() == 6
+    if paired:
+        right = (
+            query.dtype == torch.bfloat16
+            and key_strides[2:] == (LANES * head_size, 2, 2 * LANES, 1)
+            and value_strides[2:] == (2 * LANES, 1, LANES * block_size, 2)
+            and not (key_strides[0] | key_strides[1] | value_strides[0] | value_strides[1]) % 2
+        )
+        # In pairs: from one to the next, and from LANES columns to the next.
+        key_places, value_places = (LANES, LANES * head_size // 2), (LANES, LANES * block_size // 2)
+    else:
+        right = key_strides[2:] == (1, block_size) and value_strides[2:] == (head_size, 1)
+        key_places, value_places = (block_size, LANES), (head_size, LANES)
+    if not right or block_size % LANES or head_size % LANES:
         raise ValueError(
             f"key_cache.stride()={key_strides}, value_cache.stride()={value_strides}, shape "
-            f"{tuple(key_cache.shape)}: backend='numba' takes the views of vec_layout, with block and head "
-            f"sizes that are multiples of {LANES}; use backend='torch'"
+            f"{tuple(key_cache.shape)}: backend='numba' takes the views of vec_layout or, in bfloat16, of amx_layout, "
+            f"with block and head sizes that are multiples of {LANES}; use backend='torch'"
         )
+    per_unit = 2 if paired else 1
     threads = torch.get_num_threads()
     query_strides, output_strides = query.stride(), output.stride()
     arguments = _Arguments(
@@ -85,11 +95,13 @@ def tree_attention_numba(
         query_strides[0],
         query_strides[1],
         key_cache.data_ptr(),
-        key_strides[0],
-        key_strides[1],
+        key_strides[0] // per_unit,
+        key_strides[1] // per_unit,
+        *key_places,
         value_cache.data_ptr(),
-        value_strides[0],
-        value_strides[1],
+        value_strides[0] // per_unit,
+        value_strides[1] // per_unit,
+        *value_places,
         output.data_ptr(),
         output_strides[0],
         output_strides[1],
@@ -108,7 +120,7 @@ def tree_attention_numba(
         WIDE_ROWS_THREADED if threads > 1 else WIDE_ROWS,
         scale * LOG2_E,
     )
-    run = _compiled(query.dtype)
+    run = _compiled(query.dtype, paired)
     parallel = _openmp() if threads > 1 else None
     if parallel is None:
         run(ctypes.addressof(arguments))
@@ -124,8 +136,8 @@ class _Arguments(ctypes.Structure):
         for name in (
             "next_task",
             *("query", "query_token_stride", "query_head_stride"),
-            *("keys", "key_block_stride", "key_head_stride"),
-            *("values", "value_block_stride", "value_head_stride"),
+            *("keys", "key_block_stride", "key_head_stride", "key_row_stride", "key_lanes_stride"),
+            *("values", "value_block_stride", "value_head_stride", "value_row_stride", "value_lanes_stride"),
             *("output", "output_token_stride", "output_head_stride"),
             *("group", "num_kv_heads", "head_size", "block_size"),
             *("block_table", "max_blocks", "first_row", "num_rows", "num_past", "context_len", "parents"),
@@ -136,10 +148,10 @@ class _Arguments(ctypes.Structure):
 
 
 @functools.cache
-def _compiled(dtype: torch.dtype) -> Any:
-    """A C function of one pointer, compiled at the first call of each dtype, not at import."""
+def _compiled(dtype: torch.dtype, paired: bool) -> Any:
+    """A C function of one pointer, compiled at the first call of each dtype and layout, not at import."""
     forms = {torch.float32: _attend_float32, torch.bfloat16: _attend_bfloat16, torch.float16: _attend_float16}
-    form = forms[dtype]
+    form = _attend_bfloat16_pairs if paired else forms[dtype]
     signature = types.void(types.CPointer(numba.from_dtype(np.dtype(_Arguments))))
     compiled = backends.compile_cached(numba.cfunc, signature, error_model="numpy")(form)
     function = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(compiled.address)
@@ -167,6 +179,7 @@ def _product(
     b: Any,
     j: int,
     ldb: int,
+    step: int,
     c: Any,
     k: int,
     ldc: int,
@@ -182,18 +195,18 @@ def _product(
         whole = width - column >= TILE_WIDTH
         row = 0
         while row < rows:
-            x, y, z = i + row * lda, j + column, k + row * ldc + column
+            x, y, z = i + row * lda, j + column // LANES * step, k + row * ldc + column
             if rows - row >= TILE_ROWS:
                 if whole:
-                    multiply_tile(TILE_ROWS, TILE_VECTORS, a, x, lda, b, y, ldb, c, z, ldc, inner, add)
+                    multiply_tile(TILE_ROWS, TILE_VECTORS, a, x, lda, b, y, ldb, step, c, z, ldc, inner, add)
                 else:
-                    multiply_tile(TILE_ROWS, 1, a, x, lda, b, y, ldb, c, z, ldc, inner, add)
+                    multiply_tile(TILE_ROWS, 1, a, x, lda, b, y, ldb, step, c, z, ldc, inner, add)
                 row += TILE_ROWS
             else:
                 if whole:
-                    multiply_tile(2, TILE_VECTORS, a, x, lda, b, y, ldb, c, z, ldc, inner, add)
+                    multiply_tile(2, TILE_VECTORS, a, x, lda, b, y, ldb, step, c, z, ldc, inner, add)
                 else:
-                    multiply_tile(2, 1, a, x, lda, b, y, ldb, c, z, ldc, inner, add)
+                    multiply_tile(2, 1, a, x, lda, b, y, ldb, step, c, z, ldc, inner, add)
                 row += 2
         column += TILE_WIDTH if whole else LANES
 
@@ -226,11 +239,12 @@ def _round_up(n: int, to: int) -> int:
 
 
 @numba.njit(error_model="numpy")  # type: ignore[untyped-decorator]
-def _attend(pointer: Any, dtype: Any) -> None:
+def _attend(pointer: Any, dtype: Any, cache_dtype: Any) -> None:
     """All tasks that no other thread takes.
 
     ``pointer`` is to `_Arguments`. ``dtype`` stands for the four tensors': np.float32, or np.uint16 for
-    bfloat16 and np.int16 for float16, which numba has no types for on the CPU.
+    bfloat16 and np.int16 for float16, which numba has no types for on the CPU. ``cache_dtype`` is the same, or
+    np.uint32 for pairs of bfloat16.
     """
     args = numba.carray(pointer, 1)[0]
     head_size, block_size, group = args.head_size, args.block_size, args.group
@@ -242,8 +256,8 @@ def _attend(pointer: Any, dtype: Any) -> None:
     context_len = numba.carray(pointer_to(args.context_len, np.int32), requests)
     # Read and written at offsets the arguments give: the length is nominal.
     query = numba.carray(pointer_to(args.query, dtype), 1)
-    keys = numba.carray(pointer_to(args.keys, dtype), 1)
-    values = numba.carray(pointer_to(args.values, dtype), 1)
+    keys = numba.carray(pointer_to(args.keys, cache_dtype), 1)
+    values = numba.carray(pointer_to(args.values, cache_dtype), 1)
     output = numba.carray(pointer_to(args.output, dtype), 1)
 
     most: Any = 0
@@ -309,7 +323,8 @@ def _attend(pointer: Any, dtype: Any) -> None:
                             head_size,
                             keys,
                             block * args.key_block_stride + head * args.key_head_stride,
-                            block_size,
+                            args.key_row_stride,
+                            args.key_lanes_stride,
                             scores,
                             offset,
                             stride,
@@ -338,7 +353,8 @@ def _attend(pointer: Any, dtype: Any) -> None:
                             stride,
                             values,
                             block * args.value_block_stride + head * args.value_head_stride,
-                            head_size,
+                            args.value_row_stride,
+                            args.value_lanes_stride,
                             total,
                             0,
                             line,
@@ -359,12 +375,16 @@ def _attend(pointer: Any, dtype: Any) -> None:
 
 
 def _attend_float32(pointer: Any) -> None:
-    _attend(pointer, np.float32)
+    _attend(pointer, np.float32, np.float32)
 
 
 def _attend_bfloat16(pointer: Any) -> None:
-    _attend(pointer, np.uint16)
+    _attend(pointer, np.uint16, np.uint16)
+
+
+def _attend_bfloat16_pairs(pointer: Any) -> None:
+    _attend(pointer, np.uint16, np.uint32)
 
 
 def _attend_float16(pointer: Any) -> None:
-    _attend(pointer, np.int16)
+    _attend(pointer, np.int16, np.int16)

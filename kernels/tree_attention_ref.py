@@ -3,6 +3,7 @@
 
 import torch
 
+from vllm_ext.kernels.kv_layouts import in_order, sizes
 from vllm_ext.kernels.tree_attention import TreeRows
 
 
@@ -15,7 +16,7 @@ def tree_attention_ref(
     scale: float,
 ) -> None:
     """See `vllm_ext.kernels.tree_attention.tree_attention`, which validates."""
-    num_heads, (num_kv_heads, block_size) = query.shape[1], key_cache.shape[1:3]
+    num_heads, (num_kv_heads, block_size, _) = query.shape[1], sizes(key_cache)
     end = 0
     columns = (trees.first_row, trees.num_rows, trees.num_past, trees.context_len)
     for request, (first, rows, past, context) in enumerate(
@@ -26,7 +27,7 @@ def tree_attention_ref(
         blocks = trees.block_table[request, : -(-length // block_size)].long()
         # [blocks, heads, block, head] -> [heads, length, head], each KV head repeated for its query heads.
         keys, values = (
-            cache[blocks]
+            in_order(cache[blocks])
             .transpose(0, 1)
             .flatten(1, 2)[:, :length]
             .float()

@@ -26,7 +26,16 @@ def tree_attention_triton(
     trees: TreeRows,
     scale: float,
 ) -> None:
-    """See `vllm_ext.kernels.tree_attention.tree_attention`, which validates."""
+    """See `vllm_ext.kernels.tree_attention.tree_attention`, which validates all but the layout.
+
+    Raises:
+        ValueError: the caches have not four dimensions.
+    """
+    if key_cache.dim() != 4:
+        raise ValueError(
+            f"key_cache.shape={tuple(key_cache.shape)}: backend='triton' takes [num_blocks, num_kv_heads, block_size, "
+            "head_size]; use backend='torch'"
+        )
     num_requests, num_heads, head_size = len(trees.num_rows), query.shape[1], query.shape[2]
     num_kv_heads, block_size = key_cache.shape[1:3]
     group = num_heads // num_kv_heads

@@ -23,8 +23,9 @@ from typing import Any
 
 import torch
 
+from vllm_ext.kernels.kv_layouts import vec_layout
 from vllm_ext.kernels.top_k import top_k_ids
-from vllm_ext.kernels.tree_attention import TreeRows, tree_attention, vec_layout
+from vllm_ext.kernels.tree_attention import TreeRows, tree_attention
 
 K = 8
 VOCABS = (32000, 49152, 128256, 151936)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from typing import Any
 
@@ -34,12 +35,18 @@ def sample(llm: Any, count: int, temperature: float = TEMPERATURES[0]) -> list[C
     return result
 
 
-def least_p_value(left: Any, right: Any) -> float:
+@functools.cache
+def expected(plain: Any, temperature: float = TEMPERATURES[0]) -> list[Counter[tuple[int, int]]]:
+    """Samples of an engine that others are compared with: the same for all of them."""
+    return sample(plain, SAMPLES, temperature)
+
+
+def least_p_value(plain: Any, llm: Any) -> float:
     """Of two engines over all prompts and `TEMPERATURES`, times how many they are."""
     found = [
         p_value(a, b)
         for temperature in TEMPERATURES
-        for a, b in zip(sample(left, SAMPLES, temperature), sample(right, SAMPLES, temperature), strict=True)
+        for a, b in zip(expected(plain, temperature), sample(llm, SAMPLES, temperature), strict=True)
     ]
     return len(found) * min(found)
 

@@ -14,6 +14,7 @@ import pytest
 pytest.importorskip("vllm")
 
 from vllm_ext import v1_attention
+from vllm_ext.v1_attention_cpu import TreeCPUAttentionImpl
 from vllm_ext.v1_runner import SpeculativeRunner
 
 SUPPORTED: dict[str, Any] = {
@@ -26,15 +27,26 @@ SUPPORTED: dict[str, Any] = {
 }
 
 
-def layer(isa: str = "vec", **features: Any) -> SimpleNamespace:
+def layer(**features: Any) -> SimpleNamespace:
     impl = v1_attention.TreeAttention()
     vars(impl).update({**SUPPORTED, **features})
+    return SimpleNamespace(impl=impl)
+
+
+def cpu_layer(isa: str) -> SimpleNamespace:
+    impl: Any = object.__new__(TreeCPUAttentionImpl)
+    vars(impl).update(SUPPORTED)
     return SimpleNamespace(impl=impl, isa=isa)
 
 
 def test_a_plain_decoder_layer_takes_trees() -> None:
     assert v1_attention.layer_problem(layer()) is None
     assert v1_attention.layer_problem(layer(sliding_window=(-1, -1))) is None
+
+
+@pytest.mark.parametrize("isa", ["vec", "vec16", "amx"])
+def test_which_layouts_take_trees(isa: str) -> None:
+    assert v1_attention.layer_problem(cpu_layer(isa)) is None
 
 
 @pytest.mark.parametrize(
@@ -47,7 +59,7 @@ def test_a_plain_decoder_layer_takes_trees() -> None:
         (layer(sinks=[0.0]), "sinks"),
         (layer(kv_cache_dtype="fp8"), "quantised KV cache"),
         (layer(attn_type="encoder_only"), "not a decoder's"),
-        (layer("amx"), "layout 'amx'"),
+        (cpu_layer("neon"), "layout 'neon'"),
         (SimpleNamespace(impl=object()), "no tree attention"),  # FlashAttention, MLA
         (SimpleNamespace(), "SimpleNamespace has no tree attention"),  # Mamba: a layer without an impl
     ],

@@ -37,9 +37,14 @@ class TreeAttention:
     attn_type: str
 
     @staticmethod
-    def kv_views(kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Key and value cache as ``[num_blocks, num_kv_heads, block_size, head_size]`` views."""
+    def kv_views(layer: Any, kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Key and value cache of a layer as views that `tree_attention` takes."""
         raise NotImplementedError
+
+    @staticmethod
+    def layout_problem(layer: Any) -> str | None:
+        """What `kv_views` cannot view in a layer's cache, or None."""
+        return None
 
     def forward(
         self,
@@ -68,7 +73,7 @@ class TreeAttention:
                 layer, query[rows], key[rows], value[rows], kv_cache, trees.stock, part, *args, **kwargs
             )
             output[rows] = part
-        tree_attention(query, *self.kv_views(kv_cache), output, trees.rows, self.scale)
+        tree_attention(query, *self.kv_views(layer, kv_cache), output, trees.rows, self.scale)
         return output
 
 
@@ -92,7 +97,7 @@ def warm_up(layer: Any) -> None:
     rows = TreeRows(
         zero[None], first_row=zero, num_rows=zero + 1, num_past=zero, context_len=zero, parents=zero - 1
     )
-    key_cache, value_cache = impl.kv_views(kv_cache)
+    key_cache, value_cache = impl.kv_views(layer, kv_cache)
     tree_attention(query, key_cache, value_cache, torch.empty_like(query), rows, impl.scale)
 
 
@@ -108,9 +113,6 @@ def layer_problem(layer: Any) -> str | None:
         "attention sinks": getattr(impl, "sinks", None) is not None,
         "quantised KV cache": getattr(impl, "kv_cache_dtype", "auto") not in ("auto", "float16", "bfloat16"),
         "attention that is not a decoder's": impl.attn_type != AttentionType.DECODER,
-        f"KV cache layout {getattr(layer, 'isa', None)!r}": getattr(layer, "isa", "vec") != "vec",
     }
-    for feature, present in features.items():
-        if present:
-            return f"{feature} is not supported by the tree attention kernel"
-    return None
+    problem = next((feature for feature, present in features.items() if present), impl.layout_problem(layer))
+    return problem and f"{problem} is not supported by the tree attention kernel"

@@ -8,8 +8,11 @@ from typing import Any, ClassVar
 import torch
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, CPUAttentionBackendImpl
 
-from vllm_ext.kernels.tree_attention import vec_layout
+from vllm_ext.kernels.kv_layouts import amx_layout, vec_layout
 from vllm_ext.v1_attention import TreeAttention
+
+# By vLLM's names.
+LAYOUTS = {"vec": vec_layout, "vec16": vec_layout, "amx": amx_layout}
 
 
 class TreeCPUAttentionImpl(TreeAttention, CPUAttentionBackendImpl):  # type: ignore[misc]
@@ -23,9 +26,14 @@ class TreeCPUAttentionImpl(TreeAttention, CPUAttentionBackendImpl):  # type: ign
     takes_decoding: ClassVar[bool] = True
 
     @staticmethod
-    def kv_views(kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `TreeAttention.kv_views`."""
-        return vec_layout(kv_cache)
+    def kv_views(layer: Any, kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `TreeAttention.kv_views`: vLLM has put the name of the layout on the layer."""
+        return LAYOUTS[layer.isa](kv_cache)
+
+    @staticmethod
+    def layout_problem(layer: Any) -> str | None:
+        """See `TreeAttention.layout_problem`."""
+        return None if layer.isa in LAYOUTS else f"KV cache layout {layer.isa!r}"
 
 
 class TreeCPUAttentionBackend(CPUAttentionBackend):  # type: ignore[misc]

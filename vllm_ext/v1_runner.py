@@ -24,6 +24,7 @@ from vllm.utils.torch_utils import PIN_MEMORY
 from vllm.v1.sample.logits_processor import BUILTIN_LOGITS_PROCESSORS, LogitsProcessors
 
 from vllm_ext import v1_attention
+from vllm_ext.kernels.kv_layouts import tokens_at
 from vllm_ext.kernels.tree_attention import TreeRows
 from vllm_ext.proposers.step_cost import StepCost
 from vllm_ext.proposers.tree import Int32
@@ -256,7 +257,6 @@ class SpeculativeRunner:
             slots = self.input_batch.block_table[group_id].slot_mapping.gpu
             from_slots, to_slots = slots[source], slots[target]
             for group in groups:
-                blocks = offsets = None
                 for name in group.layer_names:
                     if name in skipped:
                         continue
@@ -264,18 +264,9 @@ class SpeculativeRunner:
                     impl, kv_cache = layer.impl, layer.kv_cache
                     if impl.kv_sharing_target_layer_name is not None:
                         continue  # another layer's cache, moved with that layer
-                    key_cache, value_cache = impl.kv_views(kv_cache)
-                    if blocks is None:
-                        blocks = from_slots // key_cache.shape[2]
-                        offsets = from_slots % key_cache.shape[2]
-                    # Indexing copies, so a slot may be source and target.
-                    impl.do_kv_cache_update(
-                        layer,
-                        key_cache[blocks, :, offsets],
-                        value_cache[blocks, :, offsets],
-                        kv_cache,
-                        to_slots,
-                    )
+                    # Copies, so a slot may be source and target.
+                    moved = [tokens_at(cache, from_slots) for cache in impl.kv_views(layer, kv_cache)]
+                    impl.do_kv_cache_update(layer, *moved, kv_cache, to_slots)
 
     def propose_draft_token_ids(
         self, scheduler_output: Any, sampled_token_ids: list[list[int]], *args: Any, **kwargs: Any

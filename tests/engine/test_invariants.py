@@ -63,7 +63,7 @@ def layers(runner: Any) -> list[Any]:
 
 def slots(runner: Any, request: int, start: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Blocks and offsets of the positions ``start .. end - 1``."""
-    from vllm_ext.kernels.tree_attention import vec_layout
+    from vllm_ext.kernels.kv_layouts import vec_layout
 
     block_size = vec_layout(layers(runner)[0])[0].shape[2]
     at = np.arange(start, end)
@@ -125,7 +125,7 @@ def watch_rows(worker: Any) -> None:
 
 def keep_kv(worker: Any) -> None:
     """Copy each request's keys and values of all committed tokens but the last, after every step."""
-    from vllm_ext.kernels.tree_attention import vec_layout
+    from vllm_ext.kernels.kv_layouts import vec_layout
 
     runner = worker.model_runner
     worker.kept = {}
@@ -148,7 +148,7 @@ def read_kv(worker: Any) -> list[Any]:
 
 def poison(worker: Any) -> None:
     """After each step, overwrite every slot behind the committed tokens."""
-    from vllm_ext.kernels.tree_attention import vec_layout
+    from vllm_ext.kernels.kv_layouts import vec_layout
 
     runner = worker.model_runner
     worker.poisoned = 0

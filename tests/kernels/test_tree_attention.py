@@ -22,7 +22,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_ext.kernels.backends import Backend
-from vllm_ext.kernels.tree_attention import TreeRows, tree_attention, vec_layout
+from vllm_ext.kernels.kv_layouts import amx_layout, in_order, sizes, tokens_at, vec_layout
+from vllm_ext.kernels.tree_attention import TreeRows, tree_attention
 
 IN_INTERPRETER = os.environ.get("TREE_ATTENTION_TEST_BACKEND") == "triton"
 BACKENDS: list[Backend] = ["numba"]
@@ -45,6 +46,11 @@ if torch.cuda.is_available():
     TOLERANCE[torch.bfloat16] = {"atol": 2e-2, "rtol": 2**-7}
     TOLERANCE[torch.float16] = {"atol": 3e-3, "rtol": 2**-10}
 NAN, SENTINEL = math.nan, 77.0
+CPU_LAYOUTS = {"vec": vec_layout, "amx": amx_layout}
+# What each backend takes.
+LAYOUTS = [("vec", dtype) for dtype in DTYPES]
+if not IN_INTERPRETER:
+    LAYOUTS.append(("amx", torch.bfloat16))
 
 pytestmark = pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
 
@@ -64,7 +70,7 @@ class Case:
     """Arguments of `tree_attention`, on the CPU."""
 
     query: torch.Tensor
-    keys: torch.Tensor  # [num_blocks, num_kv_heads, block_size, head_size], any strides
+    keys: torch.Tensor  # [num_blocks, num_kv_heads, block_size, head_size], any strides; or as in amx_layout
     values: torch.Tensor
     trees: TreeRows
     scale: float
@@ -117,9 +123,9 @@ def make(
     needed = [-(-(context + len(parents)) // block_size) for context, parents in trees]
     num_blocks = sum(needed) + 2
     # What no token was written to is NaN, as in memory nobody has cleared.
-    if layout == "vec":
+    if layout in CPU_LAYOUTS:
         kv_cache = torch.full((num_blocks, heads[1], block_size, 2 * head_size), NAN, dtype=dtype)
-        keys, values = vec_layout(kv_cache)
+        keys, values = CPU_LAYOUTS[layout](kv_cache)
     else:  # vLLM's flash layout, tokens before heads
         kv_cache = torch.full((2, num_blocks, block_size, heads[1], head_size), NAN, dtype=dtype)
         keys, values = kv_cache.transpose(2, 3).unbind(0)
@@ -134,7 +140,7 @@ def make(
             table[request, i] = block = free.pop()
             there = min(block_size, context + len(parents) - i * block_size)
             for cache in (keys, values):
-                cache[block, :, :there] = randn(heads[1], there, head_size).to(dtype)
+                write(cache[block], randn(heads[1], there, head_size).to(dtype))
     return Case(
         query=randn(rows, heads[0], head_size).to(dtype),
         keys=keys,
@@ -149,6 +155,13 @@ def make(
         ),
         scale=head_size**-0.5,
     )
+
+
+def write(block: torch.Tensor, tokens: torch.Tensor) -> None:
+    """The first tokens of a block, ``[num_kv_heads, num_tokens, head_size]``."""
+    for t in range(tokens.shape[1]):
+        place = block[:, t] if block.dim() == 3 else block[:, t // block.shape[2], t % block.shape[2]]
+        place.copy_(tokens[:, t].view(place.shape))
 
 
 def chain(rows: int) -> list[int]:
@@ -171,7 +184,8 @@ def random_tree(rows: int, seed: int = 0) -> list[int]:
 def dense(case: Case) -> torch.Tensor:
     """The definition in float64: a loop over rows and heads, with no code of the reference's."""
     output = torch.full(case.query.shape, SENTINEL, dtype=torch.float64)
-    group, block_size = case.query.shape[1] // case.keys.shape[1], case.keys.shape[2]
+    kv_heads, block_size, _ = sizes(case.keys)
+    group, all_keys, all_values = case.query.shape[1] // kv_heads, in_order(case.keys), in_order(case.values)
     start = 0
     for request, rows in enumerate(case.trees.num_rows.tolist()):
         parents = case.trees.parents[start : start + rows].tolist()
@@ -186,8 +200,8 @@ def dense(case: Case) -> torch.Tensor:
             slots = [(int(case.trees.block_table[request, t // block_size]), t % block_size) for t in seen]
             blocks, offsets = (torch.tensor(column) for column in zip(*slots, strict=True))
             for head in range(case.query.shape[1]):
-                keys = case.keys[blocks, head // group, offsets].double()
-                values = case.values[blocks, head // group, offsets].double()
+                keys = all_keys[blocks, head // group, offsets].double()
+                values = all_values[blocks, head // group, offsets].double()
                 weights = torch.exp(keys @ case.query[first + row, head].double() * case.scale)
                 output[first + row, head] = weights @ values / weights.sum()
     return output
@@ -206,17 +220,21 @@ def check(case: Case, backend: Backend, **tolerance: float) -> None:
 MIXED = [(60, binary(16)), (0, [-1]), (131, chain(7)), (5, star(9)), (33, random_tree(12))]
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_the_reference_is_the_definition(dtype: torch.dtype) -> None:
-    case = make(MIXED, dtype, heads=(6, 2), block_size=32)
+@pytest.mark.parametrize(("layout", "dtype"), LAYOUTS, ids=str)
+def test_the_reference_is_the_definition(layout: str, dtype: torch.dtype) -> None:
+    case = make(MIXED, dtype, heads=(6, 2), block_size=32, layout=layout)
     torch.testing.assert_close(case.run("torch"), dense(case).to(dtype), **TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("block_size", BLOCK_SIZES)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_batch_of_different_trees(dtype: torch.dtype, block_size: int, backend: Backend) -> None:
-    check(make(MIXED, dtype, block_size=block_size), backend)
+@pytest.mark.parametrize(("layout", "dtype"), LAYOUTS, ids=str)
+def test_a_batch_of_different_trees(
+    layout: str, dtype: torch.dtype, block_size: int, backend: Backend
+) -> None:
+    if backend == "triton" and layout == "amx":
+        pytest.skip("a CPU's layout")
+    check(make(MIXED, dtype, block_size=block_size, layout=layout), backend)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -394,9 +412,38 @@ def test_refusals_of_backends() -> None:
 
 
 class TestInTheParentProcess:
+    @pytest.mark.parametrize("block_size", BLOCK_SIZES)
+    @pytest.mark.parametrize("heads", [(2, 2), (9, 3), (16, 2)], ids=str)
+    @pytest.mark.parametrize("head_size", [32, 64, 80, 128])
+    def test_both_layouts_give_the_same_bits(
+        self, head_size: int, heads: tuple[int, int], block_size: int
+    ) -> None:
+        """Contexts that end in the first and in the second half of a pair, too."""
+        trees = [*MIXED, (700, binary(40)), (block_size - 1, [-1]), (block_size - 2, chain(3)), (1, [-1])]
+        outputs = [
+            make(trees, torch.bfloat16, heads, head_size, block_size, layout=layout).run("numba")
+            for layout in ("vec", "amx")
+        ]
+        assert torch.equal(*outputs)
+
+    def test_single_tokens_of_both_layouts(self) -> None:
+        blocks, offsets = torch.tensor([3, 0, 3]), torch.tensor([31, 6, 17])
+        slots = blocks * 32 + offsets
+        for layout in (vec_layout, amx_layout):
+            kv_cache = torch.randn(4, 2, 32, 2 * 64)
+            for cache in layout(kv_cache):
+                assert torch.equal(tokens_at(cache, slots), in_order(cache)[blocks, :, offsets])
+            # Each place once.
+            assert sorted(torch.cat([in_order(c).flatten() for c in layout(kv_cache)]).tolist()) == sorted(
+                kv_cache.flatten().tolist()
+            )
+
     def test_numba_refuses_other_layouts_and_sizes(self) -> None:
-        for case in (make(MIXED, layout="flash"), make(MIXED, head_size=40)):
-            with pytest.raises(ValueError, match=r"backend='numba' takes the views of vec_layout, .*'torch'"):
+        refused = [make(MIXED, layout="flash"), make(MIXED, head_size=40), make(MIXED, layout="amx")]
+        for case in refused:  # the last: float32 has no pairs
+            with pytest.raises(
+                ValueError, match=r"backend='numba' takes the views of vec_layout or.*'torch'"
+            ):
                 case.run("numba")
 
     def test_triton_refuses_cpu_tensors_without_the_interpreter(
@@ -456,8 +503,10 @@ assert not {m for m in loaded if m.startswith(("numba", "triton"))}, loaded
         subprocess.run([sys.executable, "-c", code], check=True)
 
     @pytest.mark.parametrize("block_size", [32, 128])
-    @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-    def test_the_layout_and_the_result_are_vllms(self, dtype: torch.dtype, block_size: int) -> None:
+    @pytest.mark.parametrize(("layout", "dtype"), LAYOUTS, ids=str)
+    def test_the_layout_and_the_result_are_vllms(
+        self, layout: str, dtype: torch.dtype, block_size: int
+    ) -> None:
         """A chain is causal attention: vLLM's writer fills the cache, its kernel gives what to expect."""
         pytest.importorskip("vllm")
         from vllm import _custom_ops as ops
@@ -465,6 +514,8 @@ assert not {m for m in loaded if m.startswith(("numba", "triton"))}, loaded
 
         if not current_platform.is_cpu():
             pytest.skip("the writer of vLLM's CPU cache")
+        if layout == "amx" and not torch.cpu._is_amx_tile_supported():
+            pytest.skip("a CPU with AMX")
         current_platform.import_kernels()
         heads, kv_heads, head_size, context, rows = 9, 3, 64, 150, 12
         length = context + rows
@@ -477,12 +528,11 @@ assert not {m for m in loaded if m.startswith(("numba", "triton"))}, loaded
         slots = table[0, t // block_size].long() * block_size + t % block_size
         key, value = (torch.randn(length, kv_heads, head_size).to(dtype) for _ in range(2))
         cache_arguments = {"k_scale": 1.0, "v_scale": 1.0, "kv_cache_dtype": "auto"}
-        ops.cpu_attn_reshape_and_cache(key, value, *theirs, slots, "vec", **cache_arguments)
+        ops.cpu_attn_reshape_and_cache(key, value, *theirs, slots, layout, **cache_arguments)
 
-        keys, values = vec_layout(kv_cache)
-        at = table[0, t // block_size].long(), slice(None), t % block_size
-        assert torch.equal(keys[at], key)
-        assert torch.equal(values[at], value)
+        keys, values = CPU_LAYOUTS[layout](kv_cache)
+        assert torch.equal(tokens_at(keys, slots), key)
+        assert torch.equal(tokens_at(values, slots), value)
 
         query = torch.randn(rows, heads, head_size).to(dtype)
         start, lengths = ints([0, rows]), ints([length])
@@ -496,7 +546,7 @@ assert not {m for m in loaded if m.startswith(("numba", "triton"))}, loaded
             query_start_loc=start,
             causal=True,
             sliding_window_size=-1,
-            isa="vec",
+            isa=layout,
             enable_kv_split=True,
             dynamic_causal=None,
             kv_cache_dtype="auto",

@@ -87,6 +87,11 @@ class TreeRows:
         return torch.from_numpy(bits.view(np.int32)).to(self.parents.device)
 
     @functools.cached_property
+    def prepared(self) -> dict[Any, dict[str, Any]]:
+        """By the form of the other tensors: they were looked at, and what a backend keeps from layer to layer."""
+        return {}
+
+    @functools.cached_property
     def row_start(self) -> torch.Tensor:
         """int32 ``[num_requests + 1]``: where each request's rows begin in ``parents``."""
         return torch.nn.functional.pad(self.num_rows.cumsum(0), (1, 0)).to(torch.int32)
@@ -117,12 +122,21 @@ def tree_attention(
     Raises:
         ValueError: shapes, dtypes, strides or devices that do not fit.
     """
-    _validate(query, key_cache, value_cache, output, trees)
+    # Layers differ in addresses alone: what depends on all else is done for the first.
+    tensors = (query, key_cache, value_cache, output)
+    kind = query.device, *[(tensor.dtype, tensor.shape, tensor.stride()) for tensor in tensors]
+    prepared = trees.prepared.get(kind)
+    if prepared is None:
+        _validate(query, key_cache, value_cache, output, trees)
+        prepared = trees.prepared[kind] = {}
     form: Any
     # Imported here: a backend that is not used may be missing, and costs nothing.
     match backends.choose(backend, query):
         case "numba":
-            from vllm_ext.kernels.tree_attention_numba import tree_attention_numba as form
+            from vllm_ext.kernels.tree_attention_numba import tree_attention_numba
+
+            tree_attention_numba(query, key_cache, value_cache, output, trees, scale, prepared)
+            return
         case "triton":
             from vllm_ext.kernels.tree_attention_triton import tree_attention_triton as form
         case _:

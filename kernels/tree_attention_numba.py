@@ -51,83 +51,6 @@ WIDE_ROWS_THREADED = 24  # smaller, so that one request's few KV heads keep seve
 LOG2_E = 1.4426950408889634
 
 
-def tree_attention_numba(
-    query: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    output: torch.Tensor,
-    trees: TreeRows,
-    scale: float,
-) -> None:
-    """See `vllm_ext.kernels.tree_attention.tree_attention`, which validates all but the layout.
-
-    Raises:
-        ValueError: the caches' strides are not those of `vec_layout` or, in bfloat16, `amx_layout`, or ``head_size`` or
-            the block size is no multiple of LANES.
-    """
-    num_kv_heads, block_size, head_size = sizes(key_cache)
-    key_strides, value_strides = key_cache.stride(), value_cache.stride()
-    paired = key_cache.dim() == 6
-    if paired:
-        right = (
-            query.dtype == torch.bfloat16
-            and key_strides[2:] == (LANES * head_size, 2, 2 * LANES, 1)
-            and value_strides[2:] == (2 * LANES, 1, LANES * block_size, 2)
-            and not (key_strides[0] | key_strides[1] | value_strides[0] | value_strides[1]) % 2
-        )
-        # In pairs: from one to the next, and from LANES columns to the next.
-        key_places, value_places = (LANES, LANES * head_size // 2), (LANES, LANES * block_size // 2)
-    else:
-        right = key_strides[2:] == (1, block_size) and value_strides[2:] == (head_size, 1)
-        key_places, value_places = (block_size, LANES), (head_size, LANES)
-    if not right or block_size % LANES or head_size % LANES:
-        raise ValueError(
-            f"key_cache.stride()={key_strides}, value_cache.stride()={value_strides}, shape "
-            f"{tuple(key_cache.shape)}: backend='numba' takes the views of vec_layout or, in bfloat16, of amx_layout, "
-            f"with block and head sizes that are multiples of {LANES}; use backend='torch'"
-        )
-    per_unit = 2 if paired else 1
-    threads = torch.get_num_threads()
-    query_strides, output_strides = query.stride(), output.stride()
-    arguments = _Arguments(
-        0,
-        query.data_ptr(),
-        query_strides[0],
-        query_strides[1],
-        key_cache.data_ptr(),
-        key_strides[0] // per_unit,
-        key_strides[1] // per_unit,
-        *key_places,
-        value_cache.data_ptr(),
-        value_strides[0] // per_unit,
-        value_strides[1] // per_unit,
-        *value_places,
-        output.data_ptr(),
-        output_strides[0],
-        output_strides[1],
-        query.shape[1] // num_kv_heads,
-        num_kv_heads,
-        head_size,
-        block_size,
-        trees.block_table.data_ptr(),
-        trees.block_table.stride(0),
-        trees.first_row.data_ptr(),
-        trees.num_rows.data_ptr(),
-        trees.num_past.data_ptr(),
-        trees.context_len.data_ptr(),
-        trees.parents.data_ptr(),
-        trees.num_rows.shape[0],
-        WIDE_ROWS_THREADED if threads > 1 else WIDE_ROWS,
-        scale * LOG2_E,
-    )
-    run = _compiled(query.dtype, paired)
-    parallel = _openmp() if threads > 1 else None
-    if parallel is None:
-        run(ctypes.addressof(arguments))
-    else:
-        parallel(run, ctypes.addressof(arguments), threads, 0)
-
-
 class _Arguments(ctypes.Structure):
     """What `_attend` reads: a dozen arrays cost more to hand over than a short context to attend to."""
 
@@ -145,6 +68,102 @@ class _Arguments(ctypes.Structure):
             "wide_rows",
         )
     ] + [("scale", ctypes.c_double)]
+
+
+def tree_attention_numba(
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    output: torch.Tensor,
+    trees: TreeRows,
+    scale: float,
+    prepared: dict[str, Any],
+) -> None:
+    """See `vllm_ext.kernels.tree_attention.tree_attention`, which validates all but the layout.
+
+    Args:
+        query: and the others as there.
+        prepared: empty, or from a call with the same trees and tensors of the same form.
+
+    Raises:
+        ValueError: the caches' strides are not those of `vec_layout` or, in bfloat16, `amx_layout`, or ``head_size`` or
+            the block size is no multiple of LANES.
+    """
+    if not prepared:
+        prepared["threads"] = threads = torch.get_num_threads()
+        prepared["arguments"] = _arguments(query, key_cache, value_cache, output, trees, threads)
+        prepared["run"] = _compiled(query.dtype, key_cache.dim() == 6)
+    arguments, threads, run = prepared["arguments"], prepared["threads"], prepared["run"]
+    arguments.next_task = 0
+    arguments.query, arguments.output = query.data_ptr(), output.data_ptr()
+    arguments.keys, arguments.values = key_cache.data_ptr(), value_cache.data_ptr()
+    arguments.scale = scale * LOG2_E
+    parallel = _openmp() if threads > 1 else None
+    if parallel is None:
+        run(ctypes.addressof(arguments))
+    else:
+        parallel(run, ctypes.addressof(arguments), threads, 0)
+
+
+def _arguments(
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    output: torch.Tensor,
+    trees: TreeRows,
+    threads: int,
+) -> _Arguments:
+    """All but the addresses of the first four and the scale."""
+    num_kv_heads, block_size, head_size = sizes(key_cache)
+    key_strides, value_strides = key_cache.stride(), value_cache.stride()
+    if key_cache.dim() == 6:
+        right = (
+            query.dtype == torch.bfloat16
+            and key_strides[2:] == (LANES * head_size, 2, 2 * LANES, 1)
+            and value_strides[2:] == (2 * LANES, 1, LANES * block_size, 2)
+            and not (key_strides[0] | key_strides[1] | value_strides[0] | value_strides[1]) % 2
+        )
+        # In pairs: from one to the next, and from LANES columns to the next.
+        key_places, value_places = (LANES, LANES * head_size // 2), (LANES, LANES * block_size // 2)
+        per_unit = 2
+    else:
+        right = key_strides[2:] == (1, block_size) and value_strides[2:] == (head_size, 1)
+        key_places, value_places = (block_size, LANES), (head_size, LANES)
+        per_unit = 1
+    if not right or block_size % LANES or head_size % LANES:
+        raise ValueError(
+            f"key_cache.stride()={key_strides}, value_cache.stride()={value_strides}, shape "
+            f"{tuple(key_cache.shape)}: backend='numba' takes the views of vec_layout or, in bfloat16, of amx_layout, "
+            f"with block and head sizes that are multiples of {LANES}; use backend='torch'"
+        )
+    query_strides, output_strides = query.stride(), output.stride()
+    return _Arguments(
+        query_token_stride=query_strides[0],
+        query_head_stride=query_strides[1],
+        key_block_stride=key_strides[0] // per_unit,
+        key_head_stride=key_strides[1] // per_unit,
+        key_row_stride=key_places[0],
+        key_lanes_stride=key_places[1],
+        value_block_stride=value_strides[0] // per_unit,
+        value_head_stride=value_strides[1] // per_unit,
+        value_row_stride=value_places[0],
+        value_lanes_stride=value_places[1],
+        output_token_stride=output_strides[0],
+        output_head_stride=output_strides[1],
+        group=query.shape[1] // num_kv_heads,
+        num_kv_heads=num_kv_heads,
+        head_size=head_size,
+        block_size=block_size,
+        block_table=trees.block_table.data_ptr(),
+        max_blocks=trees.block_table.stride(0),
+        first_row=trees.first_row.data_ptr(),
+        num_rows=trees.num_rows.data_ptr(),
+        num_past=trees.num_past.data_ptr(),
+        context_len=trees.context_len.data_ptr(),
+        parents=trees.parents.data_ptr(),
+        num_requests=trees.num_rows.shape[0],
+        wide_rows=WIDE_ROWS_THREADED if threads > 1 else WIDE_ROWS,
+    )
 
 
 @functools.cache

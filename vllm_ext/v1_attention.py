@@ -36,14 +36,22 @@ class TreeAttention:
     scale: float
     attn_type: str
 
+    _viewed: tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]] | None = None
+
+    def kv_views(self, layer: Any, kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Key and value cache of a layer as views that `tree_attention` takes: made once for each cache."""
+        if self._viewed is None or self._viewed[0] is not kv_cache:
+            self._viewed = kv_cache, self.make_views(layer, kv_cache)
+        return self._viewed[1]
+
     @staticmethod
-    def kv_views(layer: Any, kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def make_views(layer: Any, kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Key and value cache of a layer as views that `tree_attention` takes."""
         raise NotImplementedError
 
     @staticmethod
     def layout_problem(layer: Any) -> str | None:
-        """What `kv_views` cannot view in a layer's cache, or None."""
+        """What `make_views` cannot view in a layer's cache, or None."""
         return None
 
     def forward(

@@ -26,8 +26,8 @@ class TreeCPUAttentionImpl(TreeAttention, CPUAttentionBackendImpl):  # type: ign
     takes_decoding: ClassVar[bool] = True
 
     @staticmethod
-    def kv_views(layer: Any, kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `TreeAttention.kv_views`: vLLM has put the name of the layout on the layer."""
+    def make_views(layer: Any, kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `TreeAttention.make_views`: vLLM has put the name of the layout on the layer."""
         return LAYOUTS[layer.isa](kv_cache)
 
     @staticmethod

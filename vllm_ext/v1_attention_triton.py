@@ -20,8 +20,8 @@ class TreeTritonAttentionImpl(TreeAttention, TritonAttentionImpl):  # type: igno
     """The stock kernel for all rows but a tree's."""
 
     @staticmethod
-    def kv_views(layer: Any, kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `TreeAttention.kv_views`: vLLM's own order, keys and values side by side."""
+    def make_views(layer: Any, kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `TreeAttention.make_views`: vLLM's own order, keys and values side by side."""
         head_size = kv_cache.shape[-1] // 2
         return kv_cache[..., :head_size], kv_cache[..., head_size:]
 

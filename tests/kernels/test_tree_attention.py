@@ -12,7 +12,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -80,14 +80,16 @@ class Case:
         device = "cuda" if backend == "triton" and not IN_INTERPRETER else "cpu"
         query = move(self.query, device)
         output = torch.full_like(query, SENTINEL)
+        trees = (
+            self.trees
+            if device == "cpu"
+            else replace(
+                self.trees,
+                **{field.name: getattr(self.trees, field.name).to(device) for field in fields(self.trees)},
+            )
+        )
         tree_attention(
-            query,
-            move(self.keys, device),
-            move(self.values, device),
-            output,
-            TreeRows(**{name: tensor.to(device) for name, tensor in vars(self.trees).items()}),
-            self.scale,
-            backend,
+            query, move(self.keys, device), move(self.values, device), output, trees, self.scale, backend
         )
         return output.cpu()
 
@@ -315,7 +317,7 @@ def test_a_strided_output(backend: Backend) -> None:
     output = torch.full((len(case.query), 4, 80), SENTINEL)
     device = "cuda" if backend == "triton" and not IN_INTERPRETER else "cpu"
     view = output.to(device)[:, 1:, :64]
-    trees = TreeRows(**{name: tensor.to(device) for name, tensor in vars(case.trees).items()})
+    trees = TreeRows(**{field.name: getattr(case.trees, field.name).to(device) for field in fields(TreeRows)})
     caches = move(case.keys, device), move(case.values, device)
     tree_attention(case.query.to(device), *caches, view, trees, case.scale, backend)
     torch.testing.assert_close(view.cpu(), case.run("torch"), **TOLERANCE[torch.float32])
@@ -325,9 +327,30 @@ def test_a_strided_output(backend: Backend) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+def test_layers_of_different_forms_share_the_trees(backend: Backend) -> None:
+    """What is kept from one call to the next is kept for tensors of its form."""
+    case = make(MIXED, block_size=32)
+    others = [
+        case,
+        replace(case, query=case.query.flip(0).contiguous(), scale=0.1),
+        replace(make(MIXED, block_size=32, gap=9), trees=case.trees),  # its rows elsewhere: other values
+        replace(make(MIXED, torch.float16, block_size=32), trees=case.trees),
+        replace(make(MIXED, heads=(6, 3), block_size=32), trees=case.trees),
+        replace(case, query=case.query.repeat(1, 1, 2)[..., :64]),
+        case,
+    ]
+    on_device = [other.run(backend) for other in others]
+    for other, got in zip(others, on_device, strict=True):
+        want = replace(other, trees=replace(other.trees)).run("torch")
+        torch.testing.assert_close(got, want, **TOLERANCE[got.dtype])
+    with pytest.raises(ValueError, match="query's head_size 32"):
+        replace(case, query=case.query[..., :32]).run(backend)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_no_request(backend: Backend) -> None:
     case = make([(5, [-1])])
-    none = TreeRows(**{name: tensor[:0] for name, tensor in vars(case.trees).items()})
+    none = TreeRows(**{field.name: getattr(case.trees, field.name)[:0] for field in fields(TreeRows)})
     assert (replace(case, trees=none).run(backend) == SENTINEL).all()
 
 

@@ -23,7 +23,6 @@ from typing import Any
 
 import torch
 
-from vllm_ext.kernels.kv_layouts import vec_layout
 from vllm_ext.kernels.top_k import top_k_ids
 from vllm_ext.kernels.tree_attention import TreeRows, tree_attention
 
@@ -59,13 +58,17 @@ def tree_attention_table(rounds: int) -> None:
     """Print microseconds a call of vLLM's CPU attention and ours, which take turns."""
     from vllm import _custom_ops as ops
     from vllm.platforms import current_platform
+    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+
+    from vllm_ext.v1_attention_cpu import LAYOUTS
 
     current_platform.import_kernels()
     heads, kv_heads, head_size, block_size = 9, 3, 64, 128
     print(f"{machine()}; 9 heads, 3 KV heads of 64, median of {rounds} rounds, us per call\n")
-    print("| context | rows | dtype | vLLM, causal | numba, tree | numba / vLLM |")
-    print("| ---: | ---: | --- | ---: | ---: | ---: |")
+    print("| context | rows | dtype | layout | vLLM, causal | numba, tree | numba / vLLM |")
+    print("| ---: | ---: | --- | --- | ---: | ---: | ---: |")
     for dtype in DTYPES:
+        isa = _get_attn_isa(dtype, block_size, head_size)
         for context in (60, 1900):
             for rows in (4, 8, 16, 32):
                 length = context + rows
@@ -78,7 +81,7 @@ def tree_attention_table(rounds: int) -> None:
                 key, value = torch.randn(2, length, kv_heads, head_size).to(dtype)
                 query = torch.randn(rows, heads, head_size).to(dtype)
                 cache = {"k_scale": 1.0, "v_scale": 1.0, "kv_cache_dtype": "auto"}
-                ops.cpu_attn_reshape_and_cache(key, value, *caches, slots, "vec", **cache)
+                ops.cpu_attn_reshape_and_cache(key, value, *caches, slots, isa, **cache)
                 ends, lengths = torch.tensor([[0, rows], [length, 0]], dtype=torch.int32)
                 stock: dict[str, Any] = {
                     "query": query,
@@ -107,7 +110,7 @@ def tree_attention_table(rounds: int) -> None:
                     query_start_loc=ends,
                     causal=True,
                     sliding_window_size=-1,
-                    isa="vec",
+                    isa=isa,
                     enable_kv_split=True,
                     dynamic_causal=None,
                     kv_cache_dtype="auto",
@@ -121,7 +124,7 @@ def tree_attention_table(rounds: int) -> None:
                     parents=(torch.arange(rows, dtype=torch.int32) + 1) // 2 - 1,  # a binary tree
                 )
                 ours, reference = torch.empty_like(query), torch.empty_like(query)
-                views = vec_layout(kv_cache)
+                views = LAYOUTS[isa](kv_cache)
                 tree_attention(query, *views, reference, tree, 0.125, backend="torch")
                 tree_attention(query, *views, ours, tree, 0.125)
                 torch.testing.assert_close(ours, reference)
@@ -138,7 +141,9 @@ def tree_attention_table(rounds: int) -> None:
                         column.append((time.perf_counter() - start) / 4 * 1e6)
                 a, b = (statistics.median(column) for column in times)
                 name = str(dtype).removeprefix("torch.")
-                print(f"| {context} | {rows} | {name} | {a:.0f} | {b:.0f} | {b / a:.2f} |", flush=True)
+                print(
+                    f"| {context} | {rows} | {name} | {isa} | {a:.0f} | {b:.0f} | {b / a:.2f} |", flush=True
+                )
 
 
 def main() -> None:

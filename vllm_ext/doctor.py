@@ -140,14 +140,16 @@ def _trees() -> Iterator[Check]:
     if current_platform.is_cpu():
         from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
+        from vllm_ext.v1_attention_cpu import LAYOUTS
+
         for dtype in (torch.bfloat16, torch.float32):
             layout = _get_attn_isa(dtype, 128, 64)
             yield Check(
-                "ok" if layout == "vec" else "warn",
+                "ok" if layout in LAYOUTS else "warn",
                 "trees",
                 f"{str(dtype).removeprefix('torch.')}: KV cache layout {layout!r}"
-                + ("" if layout == "vec" else f" is not read by our kernel; {chains}"),
-                "" if layout == "vec" else "another --dtype may have the layout 'vec'",
+                + ("" if layout in LAYOUTS else f" is not read by our kernel; {chains}"),
+                "" if layout in LAYOUTS else f"another --dtype may have one of {', '.join(LAYOUTS)}",
             )
     else:
         yield Check(

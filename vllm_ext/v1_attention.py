@@ -6,6 +6,7 @@ The metadata of a step with trees carries a ``TreeMetadata``; without one the ba
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -13,6 +14,7 @@ import torch
 from vllm.v1.attention.backend import AttentionType
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
+from vllm_ext.kernels.kv_layouts import tokens_at
 from vllm_ext.kernels.tree_attention import TreeRows, tree_attention
 
 # The attribute of vLLM's attention metadata that carries ours.
@@ -48,6 +50,26 @@ class TreeAttention:
     def make_views(layer: Any, kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Key and value cache of a layer as views that `tree_attention` takes."""
         raise NotImplementedError
+
+    @classmethod
+    def kv_mover(cls, layers: Sequence[Any]) -> Callable[[torch.Tensor, torch.Tensor], None]:
+        """What copies the keys and values of some tokens between slots of each layer: by the backend's own writer.
+
+        Args:
+            layers: vLLM's, each with this class as its implementation and a cache of its own.
+
+        Returns:
+            A function of source and target, int ``[num]``: each a block times the block size, plus the token's place in
+            it. A slot may be both. Good for as long as the layers have these caches.
+        """
+
+        def move(source: torch.Tensor, target: torch.Tensor) -> None:
+            for layer in layers:
+                # Copies.
+                moved = [tokens_at(cache, source) for cache in layer.impl.kv_views(layer, layer.kv_cache)]
+                layer.impl.do_kv_cache_update(layer, *moved, layer.kv_cache, target)
+
+        return move
 
     @staticmethod
     def layout_problem(layer: Any) -> str | None:

@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import torch
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, CPUAttentionBackendImpl
 
-from vllm_ext.kernels.kv_layouts import amx_layout, vec_layout
+from vllm_ext.kernels.kv_layouts import amx_layout, sizes, vec_layout
+from vllm_ext.kernels.kv_move import Places, move_tokens
 from vllm_ext.v1_attention import TreeAttention
 
 # By vLLM's names.
@@ -29,6 +31,21 @@ class TreeCPUAttentionImpl(TreeAttention, CPUAttentionBackendImpl):  # type: ign
     def make_views(layer: Any, kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """See `TreeAttention.make_views`: vLLM has put the name of the layout on the layer."""
         return LAYOUTS[layer.isa](kv_cache)
+
+    @classmethod
+    def kv_mover(cls, layers: Sequence[Any]) -> Callable[[torch.Tensor, torch.Tensor], None]:
+        """See `TreeAttention.kv_mover`; all layers in one call."""
+        kinds: dict[Any, list[torch.Tensor]] = {}
+        for layer in layers:
+            for view in layer.impl.kv_views(layer, layer.kv_cache):
+                kinds.setdefault((view.dtype, sizes(view)), []).append(view)
+        all_places = [Places(views) for views in kinds.values()]
+
+        def move(source: torch.Tensor, target: torch.Tensor) -> None:
+            for places in all_places:
+                move_tokens(places, source.long().numpy(), target.long().numpy())
+
+        return move
 
     @staticmethod
     def layout_problem(layer: Any) -> str | None:

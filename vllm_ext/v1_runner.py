@@ -13,7 +13,7 @@ Overrides of five methods and one attribute (the rejection sampler); everything 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -24,7 +24,6 @@ from vllm.utils.torch_utils import PIN_MEMORY
 from vllm.v1.sample.logits_processor import BUILTIN_LOGITS_PROCESSORS, LogitsProcessors
 
 from vllm_ext import v1_attention
-from vllm_ext.kernels.kv_layouts import tokens_at
 from vllm_ext.kernels.tree_attention import TreeRows
 from vllm_ext.proposers.step_cost import StepCost
 from vllm_ext.proposers.tree import Int32
@@ -53,6 +52,8 @@ class SpeculativeRunner:
     step_common: Any = None  # vLLM's metadata of the step, of no group in particular
     greedy_choice: Int32 | None = None  # [num_rows] argmax of each row, while no mask is in the logits
     step_started: float = 0.0
+    # Of the caches there are: by KV group, what copies tokens between slots.
+    kv_movers: Sequence[tuple[int, Callable[[torch.Tensor, torch.Tensor], None]]] = ()
 
     def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> Any:
         """After vLLM has bound the caches: find out whether this model can verify trees."""
@@ -69,6 +70,10 @@ class SpeculativeRunner:
         else:
             for layer in self._attention_layers()[:1]:
                 v1_attention.warm_up(layer)
+            self.kv_movers = list(self._make_kv_movers())
+            nothing = torch.zeros(0, dtype=torch.int64, device=self.device)
+            for _, move in self.kv_movers:
+                move(nothing, nothing)  # compiles it
         return result
 
     def _chain_reason(self) -> str | None:
@@ -248,25 +253,24 @@ class SpeculativeRunner:
         return result
 
     def _move_kv(self, source: torch.Tensor, target: torch.Tensor) -> None:
-        """Copy KV rows between the slots of two lists of query rows, by the backend's own writer."""
+        """Copy KV between the slots of two lists of query rows."""
+        for group_id, move in self.kv_movers:
+            slots = self.input_batch.block_table[group_id].slot_mapping.gpu
+            move(slots[source], slots[target])
+
+    def _make_kv_movers(self) -> Iterator[tuple[int, Callable[[torch.Tensor, torch.Tensor], None]]]:
+        """For each group of layers with caches of their own its KV group and what copies in it."""
         runner: Any = self
         context = runner.compilation_config.static_forward_context
         # A draft model reads committed tokens again.
         skipped = self.drafter.companion.layers if self.drafter.companion is not None else ()
         for group_id, groups in enumerate(runner.attn_groups):
-            slots = self.input_batch.block_table[group_id].slot_mapping.gpu
-            from_slots, to_slots = slots[source], slots[target]
             for group in groups:
-                for name in group.layer_names:
-                    if name in skipped:
-                        continue
-                    layer = context[name]
-                    impl, kv_cache = layer.impl, layer.kv_cache
-                    if impl.kv_sharing_target_layer_name is not None:
-                        continue  # another layer's cache, moved with that layer
-                    # Copies, so a slot may be source and target.
-                    moved = [tokens_at(cache, from_slots) for cache in impl.kv_views(layer, kv_cache)]
-                    impl.do_kv_cache_update(layer, *moved, kv_cache, to_slots)
+                layers = [context[name] for name in group.layer_names if name not in skipped]
+                # Another layer's cache is moved with that layer.
+                layers = [layer for layer in layers if layer.impl.kv_sharing_target_layer_name is None]
+                if layers:
+                    yield group_id, layers[0].impl.kv_mover(layers)
 
     def propose_draft_token_ids(
         self, scheduler_output: Any, sampled_token_ids: list[list[int]], *args: Any, **kwargs: Any

@@ -63,6 +63,7 @@ def tree_attention_table(rounds: int) -> None:
     from vllm_ext.v1_attention_cpu import LAYOUTS
 
     current_platform.import_kernels()
+    torch.cpu._init_amx()  # asks the system for it, where there is AMX
     heads, kv_heads, head_size, block_size = 9, 3, 64, 128
     print(f"{machine()}; 9 heads, 3 KV heads of 64, median of {rounds} rounds, us per call\n")
     print("| context | rows | dtype | layout | vLLM, causal | numba, tree | numba / vLLM |")

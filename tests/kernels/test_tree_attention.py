@@ -46,7 +46,7 @@ if torch.cuda.is_available():
     TOLERANCE[torch.bfloat16] = {"atol": 2e-2, "rtol": 2**-7}
     TOLERANCE[torch.float16] = {"atol": 3e-3, "rtol": 2**-10}
 NAN, SENTINEL = math.nan, 77.0
-CPU_LAYOUTS = {"vec": vec_layout, "amx": amx_layout}
+CPU_LAYOUTS = {"vec": vec_layout, "vec16": vec_layout, "amx": amx_layout}
 # What each backend takes.
 LAYOUTS = [("vec", dtype) for dtype in DTYPES]
 if not IN_INTERPRETER:
@@ -526,9 +526,13 @@ assert not {m for m in loaded if m.startswith(("numba", "triton"))}, loaded
         subprocess.run([sys.executable, "-c", code], check=True)
 
     @pytest.mark.parametrize("block_size", [32, 128])
-    @pytest.mark.parametrize(("layout", "dtype"), LAYOUTS, ids=str)
+    @pytest.mark.parametrize(
+        ("layout", "dtype", "head_size"),
+        [*[(*kind, 64) for kind in LAYOUTS], ("vec16", torch.float32, 80), ("vec16", torch.bfloat16, 112)],
+        ids=str,
+    )
     def test_the_layout_and_the_result_are_vllms(
-        self, layout: str, dtype: torch.dtype, block_size: int
+        self, layout: str, dtype: torch.dtype, head_size: int, block_size: int
     ) -> None:
         """A chain is causal attention: vLLM's writer fills the cache, its kernel gives what to expect."""
         pytest.importorskip("vllm")
@@ -537,10 +541,10 @@ assert not {m for m in loaded if m.startswith(("numba", "triton"))}, loaded
 
         if not current_platform.is_cpu():
             pytest.skip("the writer of vLLM's CPU cache")
-        if layout == "amx" and not torch.cpu._is_amx_tile_supported():
+        if layout == "amx" and not torch.cpu._init_amx():  # asks the system for it, too
             pytest.skip("a CPU with AMX")
         current_platform.import_kernels()
-        heads, kv_heads, head_size, context, rows = 9, 3, 64, 150, 12
+        heads, kv_heads, context, rows = 9, 3, 150, 12
         length = context + rows
         num_blocks = -(-length // block_size) + 1
         # Zeros, as vLLM allocates it: its kernel multiplies what is behind the last token by 0.

@@ -256,13 +256,12 @@ class GoodputBudget:
         self._requests.pop(request_id, None)
 
     def state(self) -> dict[str, float]:
-        """Figures for metrics: of the last choice, probes left out, then the models'.
+        """Figures for metrics, of the last choice, probes left out.
 
         ``step_seconds``: predicted; ``nodes_per_request``: chosen; ``gain``: predicted tokens per second over
-        those without drafts; ``correction``: that of all requests; ``seconds_per_*``: `StepCost`.
+        those without drafts; ``correction``: that of all requests.
         """
-        cost = {f"seconds_per_{name}": value for name, value in self.cost.coefficients().items()}
-        return {**self._state, "correction": self._shared_correction(), **cost}
+        return {**self._state, "correction": self._shared_correction()}
 
     def _request(self, request_id: str) -> _Request:
         request = self._requests.get(request_id)

@@ -150,5 +150,4 @@ class DraftBudget:
 
     def state(self) -> dict[str, float]:
         """Figures for metrics, as `GoodputBudget.state`."""
-        cost = {f"seconds_per_{name}": value for name, value in self.cost.coefficients().items()}
-        return {**self._state, "correction": 1.0, **cost}
+        return {**self._state, "correction": 1.0}

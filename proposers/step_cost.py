@@ -61,6 +61,7 @@ def _bucket_ends() -> Int64:
 
 
 BUCKET_ENDS = _bucket_ends()
+BUCKET_STARTS = np.array([0, *(BUCKET_ENDS[:-1] + 1)])
 BUCKET_OF = np.searchsorted(BUCKET_ENDS, np.arange(MAX_QUERY_TOKENS + 1))
 # How much buckets tell about each other: e**-4 an octave apart, nothing about themselves.
 _DISTANCE = np.abs(np.subtract.outer(np.log2(BUCKET_ENDS), np.log2(BUCKET_ENDS)))
@@ -78,8 +79,11 @@ class StepCost:
         self._weight: Float64 = np.zeros(num_cells)  # steps in each cell's mean
         self._mean: Float64 = np.zeros((num_cells, 6))  # the five features and the time, in units
         self._k: Float64 = PRIOR.copy()
-        self._correction: Float64 = np.zeros(MAX_QUERY_TOKENS + 1)  # r, by query tokens
-        self._doubt: Float64 = np.full(MAX_QUERY_TOKENS + 1, DOUBT)
+        # By bucket: 1 + r; the units at which the next larger one begins or, if that is less, a later one; what is not
+        # known.
+        self._factor: Float64 = np.ones(len(BUCKET_ENDS))
+        self._most: Float64 = np.full(len(BUCKET_ENDS), np.inf)
+        self._doubt: Float64 = np.full(len(BUCKET_ENDS), DOUBT)
         self.largest_query_tokens = 0  # of all measured steps
         self._unit = 1e-2
         self._records = 0
@@ -164,8 +168,9 @@ class StepCost:
             float64 ``[num_points]``.
         """
         k0, k1, k2, k3, k4 = self._k.tolist()
-        correction = self._correction[np.minimum(query_tokens, MAX_QUERY_TOKENS)]
-        units = (k0 + k1 * query_tokens) * (1.0 + correction)
+        bucket = BUCKET_OF[np.minimum(query_tokens, MAX_QUERY_TOKENS)]
+        # No step takes longer than a larger one: what looks so is a disturbance of the less measured.
+        units = np.minimum((k0 + k1 * query_tokens) * self._factor[bucket], self._most[bucket])
         units += k4 * 1e-3 * context_tokens / batch_size * query_tokens
         units += k2 * batch_size + k3 * 1e-3 * context_tokens
         seconds: Float64 = self._unit * units
@@ -180,7 +185,7 @@ class StepCost:
         Returns:
             float64 ``[num_points]``, from 0 to ``DOUBT``.
         """
-        doubt: Float64 = self._doubt[np.minimum(query_tokens, MAX_QUERY_TOKENS)]
+        doubt: Float64 = self._doubt[BUCKET_OF[np.minimum(query_tokens, MAX_QUERY_TOKENS)]]
         return doubt
 
     def coefficients(self) -> dict[str, float]:
@@ -195,7 +200,8 @@ class StepCost:
 
     def _units(self, query_tokens: int, features: tuple[float, ...]) -> float:
         k0, k1, k2, k3, k4 = self._k.tolist()
-        line = (k0 + k1 * query_tokens) * (1.0 + float(self._correction[min(query_tokens, MAX_QUERY_TOKENS)]))
+        bucket = int(BUCKET_OF[min(query_tokens, MAX_QUERY_TOKENS)])
+        line = min((k0 + k1 * query_tokens) * float(self._factor[bucket]), float(self._most[bucket]))
         return float(line + k2 * features[2] + k3 * features[3] + k4 * features[4])
 
     def _add(self, cell: int, weight: float, count: float, features: tuple[float, ...], units: float) -> None:
@@ -218,13 +224,12 @@ class StepCost:
         num_buckets = len(BUCKET_ENDS)
         count = np.bincount(bucket, weight, num_buckets)
         total = np.bincount(bucket, weight * residual, num_buckets)
-        self._doubt = (DOUBT / np.sqrt(1.0 + count))[BUCKET_OF]
+        self._doubt = DOUBT / np.sqrt(1.0 + count)
         around = NEIGHBOURS @ total / (NEIGHBOURS @ count + SHRINKAGE)
-        correction = np.maximum((total + SHRINKAGE * around) / (count + SHRINKAGE), -0.9)
-        # No step takes longer than a larger one: what looks so is a disturbance of the less measured.
-        line = k0 + k1 * np.arange(MAX_QUERY_TOKENS + 1)
-        corrected = line * (1.0 + correction[BUCKET_OF])
-        self._correction = np.minimum.accumulate(corrected[::-1])[::-1] / line - 1.0
+        self._factor = 1.0 + np.maximum((total + SHRINKAGE * around) / (count + SHRINKAGE), -0.9)
+        # A bucket's line rises: where it begins it is lowest.
+        begins = (k0 + k1 * BUCKET_STARTS) * self._factor
+        self._most[:-1] = np.minimum.accumulate(begins[:0:-1])[::-1]
 
 
 def _median_of_last(values: list[float], value: float) -> float:

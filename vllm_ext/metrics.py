@@ -58,6 +58,9 @@ def counter_path(vllm_config: Any, engine_index: int) -> Path:
     return folder / f"{instance}-{engine_index}.counters"
 
 
+_PLACES = {name: place for place, name in enumerate(COUNTERS)}
+
+
 class CounterFile:
     """Totals and exported totals of `COUNTERS`, shared by one worker and any number of API servers."""
 
@@ -76,11 +79,12 @@ class CounterFile:
             atexit.register(path.unlink, missing_ok=True)
         self._cells = np.memmap(self._file, dtype=np.int64, mode="r+", shape=shape)
         self._gauges = np.memmap(self._file, dtype=np.float64, mode="r+", offset=offset, shape=(len(GAUGES),))
+        self._counted = memoryview(self._cells[0])  # an element of an array takes ten times as long
 
     def add(self, amounts: Mapping[str, int]) -> None:
         """Worker side: count. Keys are names of `COUNTERS`."""
         for name, amount in amounts.items():
-            self._cells[0, COUNTERS.index(name)] += amount
+            self._counted[_PLACES[name]] += amount
 
     def set_gauges(self, values: Mapping[str, float]) -> None:
         """Worker side: keys are names of `GAUGES`."""

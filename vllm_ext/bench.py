@@ -43,9 +43,9 @@ def run(settings: Settings, progress: Progress = lambda what, done, total: None)
         ValueError: prompts that cannot be used; raised before any engine starts.
         EngineError: an engine did not start, or died. No engine is left running.
     """
-    _set_environment(settings.verbose)
+    set_environment(settings.verbose)
     report = Report()
-    prompts = _encode(settings, report.notices)
+    prompts = encode_prompts(settings, report.notices)
     plan = rounds_of(len(prompts), settings.rounds, settings.workload)
     per_batch_size = len(settings.methods) * (1 + len(plan))
     for number, batch_size in enumerate(settings.batch_sizes):
@@ -128,7 +128,7 @@ def _divergences(engine: Engine, plain: Engine, prompts: Sequence[EncodedPrompt]
     return found
 
 
-def _encode(settings: Settings, notices: list[str]) -> list[EncodedPrompt]:
+def encode_prompts(settings: Settings, notices: list[str]) -> list[EncodedPrompt]:
     """Load, tokenize and select the prompts."""
     from transformers import AutoTokenizer
 
@@ -160,7 +160,7 @@ def _encode(settings: Settings, notices: list[str]) -> list[EncodedPrompt]:
     return evenly_spaced(fitting, settings.limit)
 
 
-def _set_environment(verbose: bool) -> None:
+def set_environment(verbose: bool) -> None:
     """Before vLLM is imported: it reads these once. What the user has set stays."""
     if not verbose:
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")

@@ -46,7 +46,7 @@ class Engine:
         self.rounds: list[Round] = []
         self.batch_size = batch_size
         self._max_tokens = settings.max_tokens
-        self._temperature = settings.temperature
+        self.temperature = settings.temperature  # of the rounds to come
         self._drafts = _DraftCounter()
         self._num_requests = 0
         self._top_logprobs: dict[tuple[int, ...], dict[int, float]] = {}
@@ -141,7 +141,7 @@ class Engine:
                     index, prompt = item
                     answer = Answer(index, prompt.category, time.perf_counter(), [], [])
                     answers.append(answer)
-                    running[self._add_request(prompt.token_ids, max_tokens, self._temperature)] = answer
+                    running[self._add_request(prompt.token_ids, max_tokens, self.temperature)] = answer
                 if not running:
                     return answers
                 outputs = self._engine.step()
@@ -173,8 +173,13 @@ class Engine:
         self._engine.add_request(request_id, {"prompt_token_ids": token_ids}, params)
         return request_id
 
+    def call(self, method: Any, *args: Any) -> list[Any]:
+        """A method of the worker by name, or a function of it; returns what each worker's returns."""
+        results: list[Any] = self._engine.collective_rpc(method, args=args)
+        return results
+
     def _take_draft_s(self) -> float | None:
-        seconds = self._engine.collective_rpc("vllm_ext_bench_draft_seconds")
+        seconds = self.call("vllm_ext_bench_draft_seconds")
         # Tensor-parallel workers draft at the same time.
         return None if None in seconds else max(seconds)
 

@@ -72,6 +72,13 @@ def in_order(blocks: torch.Tensor) -> torch.Tensor:
     return blocks if blocks.dim() == 4 else blocks.flatten(4).flatten(2, 3)
 
 
+def token(block: torch.Tensor, offset: int) -> torch.Tensor:
+    """One token of one block of a view, sharing its memory: ``[num_kv_heads, head_size]`` or with its parts apart."""
+    return (
+        block[:, offset] if block.dim() == 3 else block[:, offset // block.shape[2], offset % block.shape[2]]
+    )
+
+
 def tokens_at(cache: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
     """A copy of single tokens: ``[num, num_kv_heads, head_size]``.
 

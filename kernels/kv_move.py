@@ -2,7 +2,7 @@
 """Keys and values of single tokens, copied between slots in all layers at once, on the CPU.
 
 Torch takes some hundred microseconds a layer to gather and scatter a few tokens; all layers' are moved in less.
-`move_tokens_ref` is the readable form.
+`kv_move_numba.py` has the loops, `kv_move_ref.py` is their readable form.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from vllm_ext.kernels.kv_layouts import sizes, tokens_at
+from vllm_ext.kernels.kv_layouts import sizes
 
 Int64 = npt.NDArray[np.int64]
 
@@ -70,20 +70,6 @@ def move_tokens(places: Places, source: Int64, target: Int64) -> None:
     """
     dtype = np.int16 if places.element_size == 2 else np.int32
     _compiled()(places.table, places.num_heads, places.block_size, source, target, dtype)
-
-
-def move_tokens_ref(views: Sequence[torch.Tensor], source: Int64, target: Int64) -> None:
-    """`move_tokens` as it is defined, any views of `kv_layouts`."""
-    for view in views:
-        _, block_size, _ = sizes(view)
-        for copy, slot in zip(tokens_at(view, torch.from_numpy(source)), target.tolist(), strict=True):
-            block, offset = view[slot // block_size], slot % block_size
-            token = (
-                block[:, offset]
-                if view.dim() == 4
-                else block[:, offset // block.shape[2], offset % block.shape[2]]
-            )
-            token.copy_(copy.view(token.shape))
 
 
 @functools.cache

@@ -90,9 +90,13 @@ def tree_attention_numba(
             the block size is no multiple of LANES.
     """
     if not prepared:
-        prepared["threads"] = threads = torch.get_num_threads()
-        prepared["arguments"] = _arguments(query, key_cache, value_cache, output, trees, threads)
-        prepared["run"] = _compiled(query.dtype, key_cache.dim() == 6)
+        threads = torch.get_num_threads()
+        # At once: what is refused is refused again.
+        prepared.update(
+            arguments=_arguments(query, key_cache, value_cache, output, trees, threads),
+            threads=threads,
+            run=_compiled(query.dtype, key_cache.dim() == 6),
+        )
     arguments, threads, run = prepared["arguments"], prepared["threads"], prepared["run"]
     arguments.next_task = 0
     arguments.query, arguments.output = query.data_ptr(), output.data_ptr()

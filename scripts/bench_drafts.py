@@ -76,11 +76,9 @@ def use(worker: Any, method: str, options: dict[str, Any]) -> None:
     from vllm_ext.proposers import registry
     from vllm_ext.proposers.draft_model import DraftModelProposer
 
-    drafter = worker.model_runner.drafter
+    drafter, vocab_size = worker.model_runner.drafter, worker.model_runner.model_config.get_vocab_size()
     proposer_class = registry.load_method(method)
-    proposer = proposer_class.from_options(
-        proposer_class.Options.model_validate(options), drafter._vocab_size
-    )
+    proposer = proposer_class.from_options(proposer_class.Options.model_validate(options), vocab_size)
     assert isinstance(proposer, DraftModelProposer)
     proposer.draft = drafter.companion
     drafter.proposer, drafter.num_nodes = proposer, options["num_speculative_tokens"]

@@ -40,6 +40,7 @@ _DOCUMENTATION = {
 }
 _FALLBACK = "fallbacks"
 COUNTERS = (*_DOCUMENTATION, *(f"{_FALLBACK}:{reason}" for reason in FALLBACK_REASONS))
+_PLACES = {name: place for place, name in enumerate(COUNTERS)}
 
 # What the goodput budget thinks, of the last step it decided.
 GAUGES = {
@@ -56,9 +57,6 @@ def counter_path(vllm_config: Any, engine_index: int) -> Path:
     # Ray's data-parallel engines carry their rank in the id; the API server's copy does not.
     instance = vllm_config.instance_id.partition("_dp")[0]
     return folder / f"{instance}-{engine_index}.counters"
-
-
-_PLACES = {name: place for place, name in enumerate(COUNTERS)}
 
 
 class CounterFile:
@@ -79,7 +77,7 @@ class CounterFile:
             atexit.register(path.unlink, missing_ok=True)
         self._cells = np.memmap(self._file, dtype=np.int64, mode="r+", shape=shape)
         self._gauges = np.memmap(self._file, dtype=np.float64, mode="r+", offset=offset, shape=(len(GAUGES),))
-        self._counted = memoryview(self._cells[0])  # an element of an array takes ten times as long
+        self._counted = memoryview(self._cells[0])  # an array's single elements are slow to reach
 
     def add(self, amounts: Mapping[str, int]) -> None:
         """Worker side: count. Keys are names of `COUNTERS`."""

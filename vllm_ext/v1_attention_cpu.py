@@ -42,9 +42,12 @@ class TreeCPUAttentionImpl(TreeAttention, CPUAttentionBackendImpl):  # type: ign
         all_places = [Places(views) for views in kinds.values()]
 
         def move(source: torch.Tensor, target: torch.Tensor) -> None:
+            slots = source.long().numpy(), target.long().numpy()
             for places in all_places:
-                move_tokens(places, source.long().numpy(), target.long().numpy())
+                move_tokens(places, *slots)
 
+        nothing = torch.zeros(0, dtype=torch.int64)
+        move(nothing, nothing)  # compiles what would else stall the first step that moves
         return move
 
     @staticmethod

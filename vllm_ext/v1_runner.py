@@ -71,9 +71,6 @@ class SpeculativeRunner:
             for layer in self._attention_layers()[:1]:
                 v1_attention.warm_up(layer)
             self.kv_movers = list(self._make_kv_movers())
-            nothing = torch.zeros(0, dtype=torch.int64, device=self.device)
-            for _, move in self.kv_movers:
-                move(nothing, nothing)  # compiles it
         return result
 
     def _chain_reason(self) -> str | None:

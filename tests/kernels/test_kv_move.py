@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from vllm_ext.kernels.kv_layouts import amx_layout, in_order, vec_layout
-from vllm_ext.kernels.kv_move import Places, move_tokens, move_tokens_ref
+from vllm_ext.kernels.kv_move import Places, move_tokens
+from vllm_ext.kernels.kv_move_ref import move_tokens_ref
 
 BLOCKS, HEADS, BLOCK_SIZE, HEAD_SIZE = 5, 3, 32, 64
 

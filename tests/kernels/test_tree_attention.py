@@ -11,7 +11,7 @@ import math
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_ext.kernels.backends import Backend
-from vllm_ext.kernels.kv_layouts import amx_layout, in_order, sizes, tokens_at, vec_layout
+from vllm_ext.kernels.kv_layouts import amx_layout, in_order, sizes, token, tokens_at, vec_layout
 from vllm_ext.kernels.tree_attention import TreeRows, tree_attention
 
 IN_INTERPRETER = os.environ.get("TREE_ATTENTION_TEST_BACKEND") == "triton"
@@ -80,14 +80,8 @@ class Case:
         device = "cuda" if backend == "triton" and not IN_INTERPRETER else "cpu"
         query = move(self.query, device)
         output = torch.full_like(query, SENTINEL)
-        trees = (
-            self.trees
-            if device == "cpu"
-            else replace(
-                self.trees,
-                **{field.name: getattr(self.trees, field.name).to(device) for field in fields(self.trees)},
-            )
-        )
+        # Not copied, so that what is prepared for it is used again.
+        trees = self.trees if device == "cpu" else each(self.trees, lambda tensor: tensor.to(device))
         tree_attention(
             query, move(self.keys, device), move(self.values, device), output, trees, self.scale, backend
         )
@@ -162,8 +156,13 @@ def make(
 def write(block: torch.Tensor, tokens: torch.Tensor) -> None:
     """The first tokens of a block, ``[num_kv_heads, num_tokens, head_size]``."""
     for t in range(tokens.shape[1]):
-        place = block[:, t] if block.dim() == 3 else block[:, t // block.shape[2], t % block.shape[2]]
+        place = token(block, t)
         place.copy_(tokens[:, t].view(place.shape))
+
+
+def each(trees: TreeRows, change: Callable[[torch.Tensor], torch.Tensor]) -> TreeRows:
+    """The same with every tensor changed."""
+    return TreeRows(**{field.name: change(getattr(trees, field.name)) for field in fields(TreeRows)})
 
 
 def chain(rows: int) -> list[int]:
@@ -317,7 +316,7 @@ def test_a_strided_output(backend: Backend) -> None:
     output = torch.full((len(case.query), 4, 80), SENTINEL)
     device = "cuda" if backend == "triton" and not IN_INTERPRETER else "cpu"
     view = output.to(device)[:, 1:, :64]
-    trees = TreeRows(**{field.name: getattr(case.trees, field.name).to(device) for field in fields(TreeRows)})
+    trees = each(case.trees, lambda tensor: tensor.to(device))
     caches = move(case.keys, device), move(case.values, device)
     tree_attention(case.query.to(device), *caches, view, trees, case.scale, backend)
     torch.testing.assert_close(view.cpu(), case.run("torch"), **TOLERANCE[torch.float32])
@@ -350,7 +349,7 @@ def test_layers_of_different_forms_share_the_trees(backend: Backend) -> None:
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_no_request(backend: Backend) -> None:
     case = make([(5, [-1])])
-    none = TreeRows(**{field.name: getattr(case.trees, field.name)[:0] for field in fields(TreeRows)})
+    none = each(case.trees, lambda tensor: tensor[:0])
     assert (replace(case, trees=none).run(backend) == SENTINEL).all()
 
 
@@ -463,7 +462,7 @@ class TestInTheParentProcess:
 
     def test_numba_refuses_other_layouts_and_sizes(self) -> None:
         refused = [make(MIXED, layout="flash"), make(MIXED, head_size=40), make(MIXED, layout="amx")]
-        for case in refused:  # the last: float32 has no pairs
+        for case in refused * 2:  # the last: float32 has no pairs
             with pytest.raises(
                 ValueError, match=r"backend='numba' takes the views of vec_layout or.*'torch'"
             ):

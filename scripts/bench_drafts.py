@@ -104,8 +104,8 @@ def measure(
     engine.temperature = temperature
     answers, drafts = [], 0
     for _ in range(1 if temperature == 0.0 else samples):
-        engine.prepare()
-        engine.answer_round(list(enumerate(prompts)))
+        engine.begin_round()
+        engine.answer(list(enumerate(prompts)))
         finished = engine.rounds.pop()
         answers += finished.answers
         drafts += finished.num_draft_tokens

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from vllm_ext.bench_prompts import evenly_spaced, load_prompts, rounds_of
+from vllm_ext.bench_prompts import evenly_spaced, load_prompts, rounds_of, turns_of
 
 
 def test_prompts_of_every_kind(tmp_path: Path) -> None:
@@ -90,3 +90,10 @@ def test_rounds() -> None:
         rounds_of(2, 3, "fresh")
     with pytest.raises(ValueError, match="--workload='again'"):
         rounds_of(2, 1, "again")
+
+
+def test_turns() -> None:
+    assert turns_of([0, 3, 6], 1) == [[0, 3, 6]]
+    assert turns_of(list(range(11)), 1) == [[0, 1, 2, 3], [4, 5, 6, 7, 8, 9, 10]]
+    assert turns_of(list(range(16)), 2) == [list(range(8)), list(range(8, 16))]
+    assert turns_of([], 1) == [[]]

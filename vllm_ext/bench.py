@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``vllm-ext bench``: every method on a real engine of its own, side by side, round by round.
+"""``vllm-ext bench``: every method on a real engine of its own, side by side, turn by turn.
 
-All methods of a batch size are started together and take turns, so that a slow minute of the
+All methods of a batch size are started together and take turns of a few prompts, so that a slow minute of the
 machine hits all of them; each batch size gets fresh engines, so that a method that learns has not
 seen the prompts before.
 """
@@ -17,7 +17,7 @@ from math import inf
 from typing import Any
 
 from vllm_ext.bench_engine import SETTLE_LIMIT_S, EncodedPrompt, Engine, chat_token_ids, settle
-from vllm_ext.bench_prompts import Prompt, evenly_spaced, load_prompts, rounds_of
+from vllm_ext.bench_prompts import Prompt, evenly_spaced, load_prompts, rounds_of, turns_of
 from vllm_ext.bench_settings import PLAIN, Settings
 from vllm_ext.bench_stats import TIE_TOLERANCE, Divergence, first_difference, summarise
 
@@ -47,16 +47,17 @@ def run(settings: Settings, progress: Progress = lambda what, done, total: None)
     report = Report()
     prompts = encode_prompts(settings, report.notices)
     plan = rounds_of(len(prompts), settings.rounds, settings.workload)
-    per_batch_size = len(settings.methods) * (1 + len(plan))
-    for number, batch_size in enumerate(settings.batch_sizes):
+    turns = {size: [turns_of(members, size) for members in plan] for size in settings.batch_sizes}
+    begun = count()
+    total = len(settings.methods) * sum(1 + sum(map(len, of_size)) for of_size in turns.values())
+    for batch_size in settings.batch_sizes:
         if (fewest := min(map(len, plan))) < batch_size:
             report.notices.append(
                 f"batch size {batch_size}: a round has only {fewest} prompts, the batch never fills"
             )
-        units = count(number * per_batch_size)
 
-        def begin(what: str, units: count[int] = units, prefix: str = f"batch {batch_size}: ") -> None:
-            progress(prefix + what, next(units), per_batch_size * len(settings.batch_sizes))
+        def begin(what: str, prefix: str = f"batch {batch_size}: ") -> None:
+            progress(prefix + what, next(begun), total)
 
         with ExitStack() as stack:
             engines: list[Engine] = []
@@ -65,17 +66,19 @@ def run(settings: Settings, progress: Progress = lambda what, done, total: None)
                 engines.append(Engine(settings, method, batch_size))
                 stack.callback(engines[-1].shutdown)
                 engines[-1].warm_up()
-            for turn, members in enumerate(plan):
-                first = turn % len(engines)
-                for engine in engines[first:] + engines[:first]:
-                    begin(f"round {turn + 1} of {len(plan)}, {engine.method.label}")
-                    engine.prepare()
-                    if not settle():
-                        report.notices.append(
-                            f"batch size {batch_size}, round {turn + 1}, {engine.method.label}: "
-                            f"other engines still used the CPU after {SETTLE_LIMIT_S:.0f} s"
-                        )
-                    engine.answer_round([(index, prompts[index]) for index in members])
+            for number, parts in enumerate(turns[batch_size], 1):
+                for engine in engines:
+                    engine.begin_round()
+                for turn, members in enumerate(parts):
+                    first = (number + turn - 1) % len(engines)
+                    for engine in engines[first:] + engines[:first]:
+                        begin(f"round {number} of {len(plan)}, {engine.method.label}")
+                        if not settle():
+                            report.notices.append(
+                                f"batch size {batch_size}, round {number}, {engine.method.label}: "
+                                f"other engines still used the CPU after {SETTLE_LIMIT_S:.0f} s"
+                            )
+                        engine.answer([(index, prompts[index]) for index in members])
             _compare(engines, prompts, report, drawn=settings.temperature > 0.0)
     return report
 

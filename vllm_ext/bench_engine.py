@@ -93,18 +93,22 @@ class Engine:
         prompts = [(-1, EncodedPrompt("", "", token_ids))] * self.batch_size
         self._answer(prompts, min(WARM_UP_TOKENS, self._max_tokens))
 
-    def prepare(self) -> None:
-        """Before a round: forget other rounds' prefixes, start the counts at zero."""
+    def begin_round(self) -> None:
+        """Forget other rounds' prefixes, start the counts at zero."""
         self._engine.reset_prefix_cache()
-        self._take_draft_s()
+        timed = self._take_draft_s() is not None
+        self.rounds.append(Round([], 0.0, 0, 0.0 if timed else None))
         self._drafts.take()
 
-    def answer_round(self, prompts: Sequence[tuple[int, EncodedPrompt]]) -> None:
-        """Answer and record one round."""
+    def answer(self, prompts: Sequence[tuple[int, EncodedPrompt]]) -> None:
+        """Answer more of the round's prompts, and record that."""
+        now = self.rounds[-1]
         started_s = time.perf_counter()
-        answers = self._answer(prompts, self._max_tokens)
-        wall_s = time.perf_counter() - started_s
-        self.rounds.append(Round(answers, wall_s, self._drafts.take(), self._take_draft_s()))
+        now.answers += self._answer(prompts, self._max_tokens)
+        now.wall_s += time.perf_counter() - started_s
+        now.num_draft_tokens += self._drafts.take()
+        draft_s = self._take_draft_s()
+        now.draft_s = None if now.draft_s is None or draft_s is None else now.draft_s + draft_s
 
     def top_logprobs(self, token_ids: Sequence[int], decoded: bool) -> dict[int, float]:
         """Log-probabilities of the likeliest next tokens, best first.

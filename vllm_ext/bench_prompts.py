@@ -9,6 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+# Batches' worth of prompts in a turn. A shared machine's speed drifts by a third within ten minutes; a turn takes half
+# a minute where that happens, and beginning one about a second.
+TURN_BATCHES = 4
 WORKLOADS = ("fresh", "repeat")
 PROMPT_FIELDS = ("messages", "turns", "question", "prompt")
 
@@ -111,3 +114,10 @@ def rounds_of(num_prompts: int, num_rounds: int, workload: str) -> list[list[int
             "one round a prompt. Lower --rounds, or give more prompts."
         )
     return [list(range(first, num_prompts, num_rounds)) for first in range(num_rounds)]
+
+
+def turns_of(members: Sequence[int], batch_size: int) -> list[Sequence[int]]:
+    """A round's prompts in parts: what a method answers before it is the next one's turn. The last may be larger."""
+    size = TURN_BATCHES * batch_size
+    count = max(len(members) // size, 1)
+    return [members[part * size : (part + 1) * size if part + 1 < count else None] for part in range(count)]

@@ -26,7 +26,7 @@ lint: $(INSTALLED)  ## formatting, lint and types
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-bench: $(INSTALLED)  ## the README's table (about 20 minutes)
+bench: $(INSTALLED)  ## the README's table (half an hour at 51 tokens/s of plain, two hours at 12)
 	scripts/readme_bench.sh
 
 venv: $(INSTALLED)

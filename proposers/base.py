@@ -179,6 +179,14 @@ class Proposer(ABC):
         check_names(arrays, ())
 
 
+def chains_where_asked(requests: Sequence[Request], trees: Sequence[DraftTree]) -> list[DraftTree]:
+    """The trees, of requests that can have chains alone the best ones."""
+    return [
+        tree.best_chain() if request.chain and not tree.is_chain else tree
+        for request, tree in zip(requests, trees, strict=True)
+    ]
+
+
 def practise(proposer: Proposer, tokens: Int32) -> None:
     """Take one request through a proposer: numba then has compiled what it calls, for all of its types.
 

@@ -32,18 +32,71 @@ HOST_SECONDS = 2e-4  # of a tree besides the passes, before the first is measure
 HOST_RATE = 0.1
 
 
+class Thrift:
+    """Takes the best of several ways to go on, or none where that pays more; tries what it has not taken for long.
+
+    What is never tried is never learnt: the least that loses little is, when that has been saved.
+    """
+
+    def __init__(self) -> None:
+        self._step = 0
+        self._savings = MOST_SAVINGS
+
+    def choose(self, rate: Float64) -> int:
+        """Once a step.
+
+        Args:
+            rate: float64 ``[num_ways]``, expected tokens per second of each; the first is to draft nothing.
+        """
+        self._step += 1
+        self._savings = min(self._savings + INCOME, MOST_SAVINGS)
+        if self._step <= WARM_UP_STEPS:
+            return 0
+        best = int(rate.argmax())
+        if rate[best] >= rate[0] * (1.0 + MARGIN):
+            return best
+        probe = 1 + int(rate[1:].argmax())
+        loss = max(1.0 - float(rate[probe] / rate[0]), MARGIN)
+        if loss <= self._savings:
+            self._savings -= loss
+            return probe
+        return 0
+
+
+def record_one(
+    costs: Sequence[StepCost],
+    measured: StepCost,
+    seconds: float,
+    rows: int,
+    batch_size: int,
+    context_tokens: int,
+) -> None:
+    """`StepCost.record`; what it tells of the machine's speed holds for what is not measured now, too."""
+    before = measured.unit if measured.settled else None
+    measured.record(seconds, rows, batch_size, context_tokens)
+    if before is not None:
+        for other in costs:
+            if other is not measured:
+                other.scale(measured.unit / before)
+
+
 class DraftBudget:
     """Chooses the number of nodes with the most expected tokens per second.
 
-    Each step: `plan`; if anything was drafted `drafted`; of the step it led to `observe` and, if it held no prompt
-    tokens, ``cost.record`` without the draft's time.
+    Each step: `plan`; if anything was drafted `drafted` and ``record_pass`` for each pass; of the step it led to
+    `observe` and, if it held no prompt tokens, ``record_step`` without the draft's time.
 
     Args:
         ceiling: most nodes of one request, at least 1.
+        first_rows: rows of a request in a draft's first pass: what was committed since the last one, with a model that
+            has caches of its own.
+        reuses: whether the draft is a part of the target: then it computes the leaves too, in a pass more, and a step
+            with drafts costs only the rest of the target.
     """
 
-    def __init__(self, ceiling: int) -> None:
-        self.ceiling = ceiling
+    def __init__(self, ceiling: int, first_rows: int = 2, reuses: bool = False) -> None:
+        self.ceiling, self.first_rows = ceiling, first_rows
+        self.rest_cost = StepCost() if reuses else None
         self.cost = StepCost()  # of the target
         self.pass_cost = StepCost()  # of one forward pass of the draft
         self._trials: Float64 = np.zeros(ceiling)  # trees that had a node of this rank
@@ -52,8 +105,7 @@ class DraftBudget:
         self._depth: Float64 = np.zeros(ceiling + 1)  # their sums: passes for the first so many nodes,
         self._inner: Float64 = np.zeros(ceiling + 1)  # and rows of these passes
         self._host = HOST_SECONDS
-        self._step = 0
-        self._savings = MOST_SAVINGS
+        self._thrift = Thrift()
         self._state: dict[str, float] = {}
 
     def plan(self, batch_size: int, context_tokens: int) -> int:
@@ -63,30 +115,19 @@ class DraftBudget:
             batch_size: requests that decode, at least 1.
             context_tokens: tokens in the KV cache, of all requests together.
         """
-        self._step += 1
-        self._savings = min(self._savings + INCOME, MOST_SAVINGS)
         nodes = np.arange(self.ceiling + 1)
         tokens = batch_size * (1.0 + np.concatenate([[0.0], np.cumsum(self.acceptance())]))
-        target = self.cost.seconds(batch_size * (1 + nodes), batch_size, context_tokens)
+        target = self._target_seconds(nodes, batch_size, context_tokens)
         draft = self._draft_seconds(nodes, batch_size, context_tokens)
         seconds = target + draft
         rate = tokens / seconds
-        best = int(rate.argmax())
-        if rate[best] < rate[0] * (1.0 + MARGIN) or self._step <= WARM_UP_STEPS:
-            best = 0
+        best = self._thrift.choose(rate)
         self._state = {
             "step_seconds": float(seconds[best]),
             "nodes_per_request": float(best),
             "gain": float(rate[best] / rate[0]),
             "draft_seconds": float(draft[best]),
         }
-        if best == 0 and self._step > WARM_UP_STEPS:
-            # What is never tried is never learnt: the least that loses little, when that has been saved.
-            probe = 1 + int(rate[1:].argmax())
-            loss = max(1.0 - float(rate[probe] / rate[0]), MARGIN)
-            if loss <= self._savings:
-                self._savings -= loss
-                return probe
         return best
 
     def acceptance(self) -> Float64:
@@ -98,6 +139,14 @@ class DraftBudget:
             estimates[rank] = before
         return estimates
 
+    def _target_seconds(self, nodes: np.ndarray, batch_size: int, context_tokens: int) -> Float64:
+        whole = self.cost.seconds(batch_size * (1 + nodes), batch_size, context_tokens)
+        if self.rest_cost is None:
+            return whole
+        rest = self.rest_cost.seconds(batch_size * (1 + nodes), batch_size, context_tokens)
+        seconds: Float64 = np.where(nodes > 0, rest, whole)
+        return seconds
+
     def _draft_seconds(self, nodes: np.ndarray, batch_size: int, context_tokens: int) -> Float64:
         # Of unknown sizes: a chain's passes, each of one row a request.
         known = self._weight > 0
@@ -107,10 +156,12 @@ class DraftBudget:
         passes = np.maximum(depth - 1.0, 0.0)  # after the first
         rows = np.maximum(np.rint(batch_size * inner / np.maximum(passes, 1.0)), 1).astype(np.int64)
         each = self.pass_cost.seconds(rows, batch_size, context_tokens)
-        # The first pass reads what was committed, and is the one for the children of the root.
-        first = float(self.pass_cost.seconds(np.array([2 * batch_size]), batch_size, context_tokens)[0])
-        seconds: Float64 = np.where(nodes > 0, first + passes * each + batch_size * self._host, 0.0)
-        return seconds
+        first = self.pass_cost.seconds(np.array([self.first_rows * batch_size]), batch_size, context_tokens)
+        seconds = float(first[0]) + passes * each + batch_size * self._host
+        if self.rest_cost is not None:
+            leaves = np.maximum(np.rint(batch_size * (nodes - inner)), 1).astype(np.int64)
+            seconds += self.pass_cost.seconds(leaves, batch_size, context_tokens)
+        return np.where(nodes > 0, seconds, 0.0)
 
     def drafted(self, trees: Sequence[DraftTree], host_seconds: float) -> None:
         """Learn what trees look like.
@@ -147,6 +198,20 @@ class DraftBudget:
         for size, ranks in zip(sizes, accepted, strict=True):
             self._trials[:size] += 1.0
             self._hits[list(ranks)] += 1.0
+
+    def record_pass(self, seconds: float, rows: int, batch_size: int, context_tokens: int) -> None:
+        """A pass of the draft; see `StepCost.record`."""
+        self.pass_cost.record(seconds, rows, batch_size, context_tokens)
+
+    def record_step(
+        self, seconds: float, rows: int, batch_size: int, context_tokens: int, behind: int | None = None
+    ) -> None:
+        """A step of the target, begun behind an exit (its index) or not; see `StepCost.record`."""
+        if self.rest_cost is None:
+            self.cost.record(seconds, rows, batch_size, context_tokens)
+        else:
+            measured = self.cost if behind is None else self.rest_cost
+            record_one([self.cost, self.rest_cost], measured, seconds, rows, batch_size, context_tokens)
 
     def state(self) -> dict[str, float]:
         """Figures for metrics, as `GoodputBudget.state`."""

@@ -51,7 +51,15 @@ class DraftModel(Protocol):
         """
 
 
-class DraftModelOptions(MethodOptions):
+class PassOptions(MethodOptions):
+    """Options of all methods that draft with passes of a model."""
+
+    max_depth: int = Field(
+        default=8, ge=1, le=32, description="deepest node: each depth is a forward pass of what drafts"
+    )
+
+
+class DraftModelOptions(PassOptions):
     """Options of all methods with a second model."""
 
     model: str = Field(
@@ -61,9 +69,6 @@ class DraftModelOptions(MethodOptions):
     )
     self_layers: int | None = Field(
         default=None, ge=1, description="how many, with model='self'; none: a quarter of them"
-    )
-    max_depth: int = Field(
-        default=8, ge=1, le=32, description="deepest node: each depth is a forward pass of the draft model"
     )
     export_dir: str | None = Field(
         default=None,

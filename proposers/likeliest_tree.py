@@ -17,13 +17,25 @@ class LikeliestTree(TreeBuilder):
     Args:
         num_nodes: most nodes of the tree.
         max_depth: deepest nodes.
+        asked_per_node: for each of them, after how many the distribution may be asked for.
+        width: most children of a node; 1 is a chain.
+        least_sure: below nodes that are less probable than this, given their parents, nothing is asked for.
     """
 
-    def __init__(self, num_nodes: int, max_depth: int) -> None:
+    def __init__(
+        self,
+        num_nodes: int,
+        max_depth: int,
+        asked_per_node: int = ASKED_PER_NODE,
+        width: int | None = None,
+        least_sure: float = 0.0,
+    ) -> None:
         super().__init__()
         self.values: list[float] = []  # path probabilities, in no order
-        self._num_nodes, self._max_depth = num_nodes, max_depth
-        self._room = ASKED_PER_NODE * num_nodes  # nodes that may still be asked for
+        self._num_nodes, self._max_depth = num_nodes, min(max_depth, num_nodes)
+        self._width, self._least_sure = min(width or num_nodes, num_nodes), least_sure
+        self._unsure: set[int] = set()
+        self._room = asked_per_node * num_nodes  # nodes that may still be asked for
         self._wanted = [ROOT] if num_nodes > 0 and max_depth > 0 else []
 
     def wanted(self) -> list[int]:
@@ -36,14 +48,17 @@ class LikeliestTree(TreeBuilder):
         for node, row in zip(self._wanted, rows, strict=True):
             self.q[node] = row
             above = self.values[node] if node != ROOT else 1.0
-            for place in np.lexsort((row.ids, -row.q))[: self._num_nodes].tolist():
+            for place in np.lexsort((row.ids, -row.q))[: self._width].tolist():
                 if row.q[place] > 0.0:
-                    self.add(int(row.ids[place]), node)
+                    child = self.add(int(row.ids[place]), node)
                     self.values.append(above * float(row.q[place]))
+                    if row.q[place] < self._least_sure:
+                        self._unsure.add(child)
         self._wanted = []
         if len(self.tokens) > first and self.depth(first) < self._max_depth:
             # What is not among the best now is not in the tree, and nothing below it.
-            self._wanted = [node for node in self.kept() if node >= first][: share(self._room)]
+            best = [node for node in self.kept() if node >= first and node not in self._unsure]
+            self._wanted = best[: share(self._room)]
             self._room -= len(self._wanted)
 
     def kept(self) -> list[int]:

@@ -21,6 +21,9 @@ METHODS: dict[str, str] = {
     "rsd_c": "vllm_ext.proposers.rsd:RsdC",
     "rsd_s": "vllm_ext.proposers.rsd:RsdS",
     "static_tree": "vllm_ext.proposers.static_tree:StaticTree",
+    "layerskip": "vllm_ext.proposers.layerskip:LayerSkip",
+    "del": "vllm_ext.proposers.dynamic_exit:DynamicExit",
+    "unified_skip": "vllm_ext.proposers.unified_skip:UnifiedSkip",
     "spectr": "vllm_ext.proposers.spectr:SpecTr",
 }
 

@@ -138,6 +138,20 @@ class StepCost:
         clipped = min(max(residual, -MAX_DRIFT), MAX_DRIFT)
         self._unit *= math.exp(UNIT_RATE * weight / (weight + 4.0) * clipped)
 
+    @property
+    def settled(self) -> bool:
+        """Whether the unit is known: it has come from several real steps."""
+        return len(self._first) >= WARM_UP
+
+    @property
+    def unit(self) -> float:
+        """Seconds of an empty step, at the machine's speed right now."""
+        return self._unit
+
+    def scale(self, factor: float) -> None:
+        """The machine has become slower by this factor: learnt elsewhere."""
+        self._unit *= factor
+
     def calibrate(self, query_tokens: npt.ArrayLike, seconds: npt.ArrayLike) -> None:
         """Learn the curve's shape from forward passes timed at start-up, each as good as four steps.
 

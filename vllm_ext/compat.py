@@ -116,6 +116,24 @@ HOOKS = (
         ("self", "logits", "spec_decode_metadata"),
         "moves the accepted path's KV",
     ),
+    Hook(
+        _RUNNER,
+        "GPUModelRunner._model_forward",
+        ("self", "input_ids", "positions"),
+        "begins behind an early exit",
+    ),
+    Hook(
+        "vllm.compilation.wrapper",
+        "TorchCompileWithNoGuardsWrapper.__init__",
+        ("self",),
+        "compiles some of the layers apart",
+    ),
+    Hook(
+        "vllm.model_executor.models.interfaces",
+        "EagleModelMixin._maybe_add_hidden_state",
+        ("self", "aux_hidden_states", "layer_idx"),
+        "hands out hidden states between layers",
+    ),
     Hook(_RUNNER, "GPUModelRunner.initialize_kv_cache", ("self",), "asks whether the layers take trees"),
     Hook(_RUNNER, "GPUModelRunner.sample_tokens", ("self", "grammar_output"), "taps the target's logits"),
     Hook(

@@ -17,7 +17,7 @@ from vllm_ext import __version__
 # What vLLM loads as its custom_class drafter, and what drives it.
 DRAFTER_CLASS = "vllm_ext.v1_drafter.Drafter"
 WORKER_CLASS = "vllm_ext.v1_worker.Worker"
-SCHEDULER_CLASS = "vllm_ext.v1_scheduler.Scheduler"  # of methods with a draft model
+SCHEDULER_CLASS = "vllm_ext.v1_scheduler.Scheduler"  # of methods that draft with a model
 
 
 _wrapper: Any = None
@@ -58,7 +58,8 @@ def _create_engine_config(original: Any, engine_args: Any, *args: Any, **kwargs:
     from vllm.logger import init_logger
 
     from vllm_ext import compat, patches, state, vocabulary
-    from vllm_ext.proposers.draft_model import DraftModelOptions
+    from vllm_ext.proposers.draft_model import DraftModelOptions, PassOptions
+    from vllm_ext.proposers.self_draft import SelfDraftOptions
 
     compat.check_version()
     requested = dict(engine_args.speculative_config)
@@ -71,7 +72,7 @@ def _create_engine_config(original: Any, engine_args: Any, *args: Any, **kwargs:
         requested["num_speculative_tokens"] = engine_args.spec_tokens
     settings = config.parse(requested)
     compat.check_engine_args(engine_args, settings.method)
-    if isinstance(settings.options, DraftModelOptions):
+    if isinstance(settings.options, PassOptions):
         compat.check_scheduler(engine_args, settings.method)
     folders = {name: getattr(settings.options, name, None) for name in ("state_dir", "export_dir")}
     if given := {name: folder for name, folder in folders.items() if folder is not None}:
@@ -96,7 +97,7 @@ def _create_engine_config(original: Any, engine_args: Any, *args: Any, **kwargs:
         # custom_class rules it out; set, it spares the user vLLM's warning about a method they did not name.
         "async_scheduling": False,
     }
-    if isinstance(settings.options, DraftModelOptions):
+    if isinstance(settings.options, PassOptions):
         rewritten["scheduler_cls"] = SCHEDULER_CLASS
     # The caller's EngineArgs keep what the user wrote, so that a second call sees the same.
     saved = {name: getattr(engine_args, name) for name in rewritten}
@@ -118,6 +119,10 @@ def _create_engine_config(original: Any, engine_args: Any, *args: Any, **kwargs:
         from vllm_ext import companion_load
 
         companion_load.check(vllm_config, settings.options)
+    if isinstance(settings.options, SelfDraftOptions):
+        from vllm_ext import layer_slices
+
+        layer_slices.check(vllm_config, settings)
     patches.allow_all_sampling_parameters(DRAFTER_CLASS)
     # Our counters are a file named after the instance; vLLM's own five hex digits could meet on a busy host.
     vllm_config.instance_id = uuid.uuid4().hex

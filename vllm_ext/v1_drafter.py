@@ -13,16 +13,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from vllm.distributed.parallel_state import get_tp_group
 from vllm.logger import init_logger
 
 from vllm_ext import config, metrics, request_facts
-from vllm_ext.companion import Companion
 from vllm_ext.draft_export import TOP_K, Export
 from vllm_ext.kernels.top_k import top_k_ids
-from vllm_ext.proposers.base import Request, Sampling, VerifiedRows
+from vllm_ext.model_drafts import ModelDrafts
+from vllm_ext.proposers.base import Request, Sampling, VerifiedRows, chains_where_asked
 from vllm_ext.proposers.budget import GoodputBudget
-from vllm_ext.proposers.draft_budget import DraftBudget
 from vllm_ext.proposers.draft_model import DraftModelProposer
 from vllm_ext.proposers.sampled import ASKED_PER_NODE
 from vllm_ext.proposers.tree import DraftTree, Float32, Int32
@@ -47,16 +45,16 @@ class Drafter:
         self._dtype = vllm_config.model_config.dtype
         self._max_model_len: int = vllm_config.model_config.max_model_len
         self.proposer = settings.proposer_class.from_options(settings.options, self._vocab_size)
-        self.companion: Companion | None = None
-        self._exports = False  # on all ranks alike: what is tapped decides how greedy tokens are found
-        self._export: Export | None = None  # rank 0's
+        self.model_drafts: ModelDrafts | None = None
         if isinstance(self.proposer, DraftModelProposer):
-            options = self.proposer.options
-            self.companion = self.proposer.draft = Companion(vllm_config, options)
-            self._exports = options.export_dir is not None
-            if self._exports and vllm_config.parallel_config.rank == 0:
-                own = Path(options.export_dir) / str(vllm_config.parallel_config.data_parallel_index)
-                self._export = Export(own, options.export_mb)
+            self.model_drafts = ModelDrafts(vllm_config, self.proposer)
+        # On all ranks alike: what is tapped decides how greedy tokens are found.
+        export_dir: str | None = getattr(settings.options, "export_dir", None)
+        self._exports = export_dir is not None
+        self._export: Export | None = None  # rank 0's
+        if export_dir is not None and vllm_config.parallel_config.rank == 0:
+            own = Path(export_dir) / str(vllm_config.parallel_config.data_parallel_index)
+            self._export = Export(own, settings.options.model_dump()["export_mb"])
         self._memory = Memory(vllm_config, settings, lambda counter: self._count({counter: 1}))
         self._sampling: dict[str, Sampling] = {}  # by request id; its keys are the requests started
         self._top: tuple[Int32, Float32] | None = None  # of this step's rows, from `tap` to `step`
@@ -72,19 +70,14 @@ class Drafter:
                 create=True,
             )
         self.num_nodes = settings.options.num_speculative_tokens  # most of one request
-        # The first cuts what was drafted, the second says how much to draft.
+        # Cuts what was drafted; where a model drafts, its own budget says before how much.
         self.budget: GoodputBudget | None = None
-        self.draft_budget: DraftBudget | None = None
-        if settings.options.budget == "goodput":
-            if self.companion is None:
-                self.budget = GoodputBudget(self.num_nodes)
-            else:
-                self.draft_budget = DraftBudget(self.num_nodes)
+        if settings.options.budget == "goodput" and self.model_drafts is None:
+            self.budget = GoodputBudget(self.num_nodes)
         # A clock differs between ranks, and what follows from it may only decide how much of a tree is
         # scheduled (rank 0's does), never which tree is made.
         self._may_hint = vllm_config.parallel_config.world_size == 1
         self._step_ended = 0.0
-        self._draft_seconds = 0.0  # of a draft model, since the step ended
         self.tap_seconds = 0.0  # time spent in `tap`; the rest of the drafting is timed from outside
 
     def load_model(self, model: Any) -> None:
@@ -94,8 +87,8 @@ class Drafter:
             logits = parameter.new_zeros((2, self._vocab_size), dtype=self._dtype)
             top_k_ids(logits, self.proposer.verified_top_k)
         self.proposer.warm_up()
-        if self.companion is not None:
-            self.companion.load(model)
+        if self.model_drafts is not None:
+            self.model_drafts.passes.load(model)
         self.proposer = self._memory.restore(self.proposer)
         logger.info(
             "vllm-ext: %s holds %.2f MB of host memory",
@@ -169,14 +162,13 @@ class Drafter:
                 self._observe(runner, trees, [tokens[:n] for tokens, n in zip(sampled, kept, strict=True)])
                 if self._could_be_cut(sampled):
                     num_draft_tokens = 0
-                if self.draft_budget is not None:
-                    num_draft_tokens = min(num_draft_tokens, self._plan(self.draft_budget, runner, sampled))
+                if self.model_drafts is not None:
+                    num_draft_tokens = self._plan(self.model_drafts, runner, sampled, num_draft_tokens)
                 requests, slots = self._requests(runner, num_draft_tokens, sampled, kept)
-                proposed = self._propose(runner, trees, requests, sampled)
-                proposals = [
-                    tree.best_chain() if request.chain and not tree.is_chain else tree
-                    for request, tree in zip(requests, proposed, strict=True)
-                ]
+                if self.model_drafts is not None:
+                    proposals = self.model_drafts.propose(runner, trees, requests, sampled)
+                else:
+                    proposals = chains_where_asked(requests, self.proposer.propose(requests))
                 self._memory.touch()
             sizes = self._sizes(requests, proposals)
             for request, slot, tree, size in zip(requests, slots, proposals, sizes, strict=True):
@@ -201,44 +193,14 @@ class Drafter:
         most = self._config.scheduler_config.max_num_batched_tokens
         return not all(sampled) or len(sampled) * (1 + self.num_nodes) > most
 
-    def _plan(self, budget: DraftBudget, runner: Any, sampled: list[list[int]]) -> int:
-        """How many nodes to draft for each request, the same on all ranks though their clocks differ."""
+    def _plan(self, drafts: ModelDrafts, runner: Any, sampled: list[list[int]], most: int) -> int:
+        """How many nodes to draft for each request."""
         decoding = [slot for slot, tokens in enumerate(sampled) if tokens]
-        nodes = 0
-        if decoding:
-            context = int(runner.input_batch.num_tokens_no_spec[decoding].sum())
-            nodes = budget.plan(len(decoding), context)
-            self._show(budget.state())
-        if self._config.parallel_config.world_size > 1:
-            nodes = get_tp_group().broadcast_object(nodes, src=0)
+        names = [runner.input_batch.req_ids[slot] for slot in decoding]
+        nodes = drafts.plan(names, int(runner.input_batch.num_tokens_no_spec[decoding].sum()), most)
+        if drafts.budget is not None:
+            self._show(drafts.budget.state())
         return nodes
-
-    def _propose(
-        self, runner: Any, trees: StepTrees, requests: list[Request], sampled: list[list[int]]
-    ) -> list[DraftTree]:
-        """The proposer's trees; with a draft model that has read what this step has committed."""
-        companion = self.companion
-        if companion is None:
-            return self.proposer.propose(requests)
-        started = time.perf_counter()
-        known = runner.input_batch.num_tokens_no_spec[: len(sampled)].tolist()
-        # The last token was sampled and has no KV yet; of a prompt that goes on, all that was scheduled is computed.
-        computed = [
-            tokens - 1 if emitted else int(context) + 1
-            for tokens, emitted, context in zip(known, sampled, trees.context, strict=True)
-        ]
-        drafting = {request.request_id for request in requests if request.has_room}
-        companion.advance(computed, known, drafting)
-        proposed = self.proposer.propose(requests)
-        self._draft_seconds = time.perf_counter() - started
-        if self.draft_budget is not None and drafting:
-            context = sum(len(request.tokens) for request in requests)
-            for seconds, rows, num_requests in companion.passes:
-                if rows <= MAX_PASS_ROWS * num_requests:  # no prompt in it
-                    self.draft_budget.pass_cost.record(seconds, rows, num_requests, context)
-            host = self._draft_seconds - sum(seconds for seconds, _, _ in companion.passes)
-            self.draft_budget.drafted([tree for tree in proposed if len(tree)], host)
-        return proposed
 
     def _fault(self, what: str) -> None:
         """Log the exception in hand and count it. Call in an except block."""
@@ -286,18 +248,22 @@ class Drafter:
         busy, cycle = now - runner.step_started, now - self._step_ended
         self._step_ended = now
         query_tokens = int(runner.query_start_loc.np[len(trees.query_row)])
-        budget = self.budget or self.draft_budget
-        # A draft model's time is accounted for apart.
-        drafting, self._draft_seconds = self._draft_seconds, 0.0
-        if budget is not None and query_tokens == trees.row_start[-1]:  # no prompt in it
+        drafts = self.model_drafts
+        # The time of a model that drafts is accounted for apart.
+        drafting = 0.0 if drafts is None else drafts.take_seconds()
+        if query_tokens == trees.row_start[-1]:  # no prompt in it
             seconds = (cycle if cycle < 2 * busy else busy) - drafting
-            budget.cost.record(seconds, query_tokens, len(trees.query_row), int(trees.context.sum()))
+            step = seconds, query_tokens, len(trees.query_row), int(trees.context.sum())
+            if self.budget is not None:
+                self.budget.cost.record(*step)
+            elif drafts is not None:
+                drafts.record_step(*step)
 
     def finish(self, request_id: str) -> None:
         """A request is gone."""
         self.proposed.pop(request_id, None)
-        if self.companion is not None:
-            self.companion.forget(request_id)
+        if self.model_drafts is not None:
+            self.model_drafts.finish(request_id)
         if self._sampling.pop(request_id, None) is not None:
             with self._memory.lock:
                 self.proposer.finish(request_id)
@@ -345,10 +311,8 @@ class Drafter:
                 ],
                 [len(path) for path in trees.accepted],
             )
-        if self.draft_budget is not None:
-            self.draft_budget.observe(
-                (num_rows - 1).tolist(), [[row - 1 for row in path] for path in trees.accepted]
-            )
+        if self.model_drafts is not None:
+            self.model_drafts.observe(trees, runner.input_batch.req_ids, num_rows - 1, sampled)
         num_emitted, num_steps = sum(map(len, sampled)), sum(map(bool, sampled))
         self._count(
             {
@@ -381,7 +345,7 @@ class Drafter:
                 self._sampling[request_id] = request_facts.sampling_of(params)
             # Each node takes a slot behind the root, accepted or not.
             slots_left = self._max_model_len - num_tokens
-            if self.companion is not None:
+            if self.model_drafts is not None:
                 slots_left //= ASKED_PER_NODE
             budget_tokens = min(num_draft_tokens, self.num_nodes, slots_left)
             if self.budget is not None and self._may_hint:
@@ -410,7 +374,5 @@ class Drafter:
             self._counters.add(amounts)
 
 
-# More rows a request than this in a draft model's pass are a prompt's.
-MAX_PASS_ROWS = 8
 _NO_TOP_IDS = np.empty((0, 0), dtype=np.int32)
 _NO_TOP_LOGITS = np.empty((0, 0), dtype=np.float32)

@@ -58,8 +58,8 @@ class SpeculativeRunner:
     def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> Any:
         """After vLLM has bound the caches: find out whether this model can verify trees."""
         result = super().initialize_kv_cache(*args, **kwargs)  # type: ignore[misc]
-        if self.drafter.companion is not None:
-            self.drafter.companion.bind(self)
+        if self.drafter.model_drafts is not None:
+            self.drafter.model_drafts.passes.bind(self)
         self.drafter.chain_reason = self._chain_reason()
         if self.drafter.chain_reason is not None:
             logger.warning(
@@ -104,20 +104,14 @@ class SpeculativeRunner:
 
         drafter = self.drafter
         if drafter.budget is not None:
-            self._calibrate(drafter.budget.cost, target_pass, "forward pass", CALIBRATION_SECONDS)
-        if drafter.companion is None:
-            return
-        draft_pass = drafter.companion.calibration_pass
-        # Compiles what would else stall the first request. Not with one row: the code would be for one row alone, and
-        # vLLM, which checks no guards, would run it with any number.
-        draft_pass(16)
-        if drafter.draft_budget is not None:
-            self._calibrate(drafter.draft_budget.cost, target_pass, "forward pass", CALIBRATION_SECONDS)
-            self._calibrate(
-                drafter.draft_budget.pass_cost, draft_pass, "draft model's pass", CALIBRATION_SECONDS / 2
-            )
+            self._calibrate(drafter.budget.cost, target_pass, "forward pass", None)
+        if drafter.model_drafts is not None:
+            drafter.model_drafts.calibrate(self._calibrate, target_pass)
 
-    def _calibrate(self, cost: StepCost, run: Callable[[int], None], what: str, patience: float) -> None:
+    def _calibrate(
+        self, cost: StepCost, run: Callable[[int], None], what: str, patience: float | None
+    ) -> None:
+        """Time passes; with a patience the smallest few at least, and no more after so many seconds."""
         runner: Any = self
         scheduler = runner.scheduler_config
         most = min(
@@ -129,7 +123,10 @@ class SpeculativeRunner:
         seconds: dict[int, float] = {}
         begun = time.perf_counter()
         for size in (size for size in (*powers, *between) if size <= most):
-            if size in between and time.perf_counter() - begun > patience:
+            spent = time.perf_counter() - begun
+            if size in between and spent > CALIBRATION_SECONDS:
+                break
+            if patience is not None and spent > patience and len(seconds) > 3:
                 break
             times = []
             for _ in range(CALIBRATION_RUNS):
@@ -145,8 +142,8 @@ class SpeculativeRunner:
     def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         """vLLM's, timed."""
         self.step_started = time.perf_counter()
-        if self.drafter.companion is not None:
-            self.drafter.companion.begin_step(scheduler_output)
+        if self.drafter.model_drafts is not None:
+            self.drafter.model_drafts.passes.begin_step(scheduler_output)
         return super().execute_model(scheduler_output, *args, **kwargs)  # type: ignore[misc]
 
     def _prepare_inputs(self, scheduler_output: Any, num_scheduled_tokens: Any) -> Any:
@@ -186,6 +183,15 @@ class SpeculativeRunner:
                         marked = self._tree_metadata(trees, np.array(ours), group, of_group, common)
                         setattr(of_group, v1_attention.TREES, marked)
         return metadata, common
+
+    def _model_forward(self, input_ids: Any = None, positions: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """vLLM's; or only what an early exit's drafts have left to do."""
+        drafts, trees = self.drafter.model_drafts, self.step_trees
+        if drafts is not None and drafts.early_exit is not None and trees is not None:
+            hidden = drafts.early_exit.verify(self.input_batch.req_ids, trees, positions)
+            if hidden is not None:
+                return hidden
+        return super()._model_forward(input_ids, positions, *args, **kwargs)  # type: ignore[misc]
 
     def _tree_metadata(
         self, trees: StepTrees, ours: Any, group: Any, metadata: Any, common: Any
@@ -260,7 +266,8 @@ class SpeculativeRunner:
         runner: Any = self
         context = runner.compilation_config.static_forward_context
         # A draft model reads committed tokens again.
-        skipped = self.drafter.companion.layers if self.drafter.companion is not None else ()
+        drafts = self.drafter.model_drafts
+        skipped = drafts.passes.own_layers if drafts is not None else ()
         for group_id, groups in enumerate(runner.attn_groups):
             for group in groups:
                 layers = [context[name] for name in group.layer_names if name not in skipped]

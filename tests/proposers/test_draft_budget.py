@@ -38,7 +38,7 @@ class Machine:
             if nodes:
                 self.budget.drafted([chain(nodes)] * self.batch_size, 1e-5 * self.batch_size)
                 for _ in range(nodes):
-                    self.budget.pass_cost.record(
+                    self.budget.record_pass(
                         self.draft, self.batch_size, self.batch_size, 100 * self.batch_size
                     )
             accepted = [
@@ -46,7 +46,7 @@ class Machine:
                 for _ in range(self.batch_size)
             ]
             self.budget.observe([nodes] * self.batch_size, accepted)
-            self.budget.cost.record(target, rows, self.batch_size, 100 * self.batch_size)
+            self.budget.record_step(target, rows, self.batch_size, 100 * self.batch_size)
             self.seconds += target + nodes * self.draft
             self.tokens += self.batch_size + sum(map(len, accepted))
         return chosen
@@ -106,3 +106,26 @@ def test_passes_follow_the_trees() -> None:
     assert (budget._depth / np.maximum(weight, 1e-9))[1:] == pytest.approx([1, 1, 1, 2, 2, 2])
     assert (budget._inner / np.maximum(weight, 1e-9))[1:] == pytest.approx([0, 0, 0, 1, 1, 2])
     assert budget.state()["correction"] == 1.0
+
+
+def test_a_draft_that_is_a_part_of_the_target() -> None:
+    """A third of the layers drafts, two thirds are left to verify: what the draft has computed is not paid twice."""
+    apart, part = DraftBudget(4, 1), DraftBudget(4, 1, reuses=True)
+    sizes = np.array([1, 2, 4, 8])
+    for budget in (apart, part):
+        budget.cost.calibrate(sizes, np.full(4, 30e-3))
+        budget.pass_cost.calibrate(sizes, np.full(4, 10e-3))
+    assert part.rest_cost is not None
+    part.rest_cost.calibrate(sizes, np.full(4, 20e-3))
+    nodes = np.arange(5)
+    assert apart._target_seconds(nodes, 1, 10) == pytest.approx([30e-3] * 5, rel=0.05)
+    assert part._target_seconds(nodes, 1, 10) == pytest.approx([30e-3, *[20e-3] * 4], rel=0.05)
+    # Leaves take a pass of their own.
+    difference = part._draft_seconds(nodes, 1, 10) - apart._draft_seconds(nodes, 1, 10)
+    assert difference == pytest.approx([0.0, *[10e-3] * 4], rel=0.05)
+    # A step that begins behind the exit tells how fast the machine is.
+    for _ in range(100):
+        part.record_step(20e-3, 3, 1, 10, 0)
+    for _ in range(100):
+        part.record_step(40e-3, 3, 1, 10, 0)
+    assert part.cost.seconds(np.array([1]), 1, 10)[0] == pytest.approx(60e-3, rel=0.15)

@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Drafting with the model's own layers: options and trees that its methods have in common.
+
+Nothing is drawn: the likeliest nodes are verified by the target's own draws (`tree_walk`), so that greedy and seeded
+output is what it is without drafts, token for token.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from pydantic import BaseModel, Field
+
+from vllm_ext.proposers.base import MAX_SPECULATIVE_TOKENS, MethodOptions
+from vllm_ext.proposers.draft_model import DraftModelProposer, PassOptions
+from vllm_ext.proposers.likeliest_tree import LikeliestTree
+from vllm_ext.proposers.sampled import TreeBuilder
+
+
+class SelfDraftOptions(PassOptions):
+    """Options of all methods that draft with the model's own layers."""
+
+    num_speculative_tokens: int = Field(
+        default=4,
+        ge=1,
+        le=MAX_SPECULATIVE_TOKENS,
+        description="most draft tokens (tree nodes) of one request verified in one step",
+    )
+
+
+class ShapeOptions(SelfDraftOptions):
+    """Options of those whose drafts have a shape that the user chooses."""
+
+    width: int = Field(default=1, ge=1, le=8, description="most children of a node; 1: chains")
+    least_sure: float = Field(
+        default=0.0,
+        ge=0.0,
+        le=1.0,
+        description="below a node that the draft gives less than this probability nothing is drafted",
+    )
+
+
+class HeadOptions(BaseModel):
+    """Options of those with early exits."""
+
+    heads: str | None = Field(
+        default=None,
+        min_length=1,
+        description="file that `vllm-ext train exits` has made for this model; none: the model's own norm and head",
+    )
+
+
+class SelfDraftProposer(DraftModelProposer):
+    """Likeliest nodes for every request."""
+
+    Options: ClassVar[type[MethodOptions]] = ShapeOptions
+
+    def width(self) -> int:
+        """Most children of a node."""
+        return int(self.options.width)
+
+    def least_sure(self) -> float:
+        """Below nodes that the draft gives less than this probability nothing is drafted in this step."""
+        return float(self.options.least_sure)
+
+    def drawn(self, num_nodes: int, max_depth: int) -> TreeBuilder:
+        """See `DraftModelProposer`: nothing is."""
+        return self.chosen(num_nodes, max_depth)
+
+    def chosen(self, num_nodes: int, max_depth: int) -> TreeBuilder:
+        """See `DraftModelProposer`. Leaves need slots too, so no more nodes are asked about than the tree has."""
+        return LikeliestTree(num_nodes, max_depth, 1, self.width(), self.least_sure())

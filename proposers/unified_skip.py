@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Unified Layer Skipping as a drafter: the model without some of its middle layers, spread evenly.
+
+Which layers stay depends on the wanted speed-up alone, not on the input: all tokens of a request have keys and values
+in the same ones. As a decoder it would be lossy; here the whole model verifies, and computes what was skipped.
+
+Source: "Unified Layer Skipping", arXiv 2404.06954 (balanced skipping for a target speed-up); drafting with it as in
+"Draft & Verify", arXiv 2309.08168. Deviation: the rounding of the spacing is ours.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from pydantic import Field
+
+from vllm_ext.proposers.base import MethodOptions
+from vllm_ext.proposers.self_draft import SelfDraftProposer, ShapeOptions
+
+
+class UnifiedSkipOptions(ShapeOptions):
+    """Options of `unified_skip`."""
+
+    speedup: float = Field(
+        default=2.0, ge=1.0, le=16.0, description="of a draft pass: with 2 every second layer is kept"
+    )
+
+
+class UnifiedSkip(SelfDraftProposer):
+    """A chain or small tree by a balanced choice of the layers."""
+
+    summary: ClassVar[str] = "the model without some of its middle layers drafts, the whole one verifies"
+    paper: ClassVar[str] = "arXiv 2404.06954"
+    Options: ClassVar[type[MethodOptions]] = UnifiedSkipOptions
+
+
+def balanced(num_layers: int, speedup: float) -> list[int]:
+    """The layers that stay: ascending, spread evenly, the first and the last among them.
+
+    Args:
+        num_layers: of the model, at least 1.
+        speedup: how many times fewer are wanted, at least 1.
+    """
+    count = min(max(round(num_layers / speedup), 2), num_layers)
+    if count == 1:
+        return [0]
+    return [round(index * (num_layers - 1) / (count - 1)) for index in range(count)]

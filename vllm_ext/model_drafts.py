@@ -1,0 +1,211 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Drafting with passes of a model, between `v1_drafter` and these: which model it is, how much, and what it costs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from vllm.distributed.parallel_state import get_tp_group
+
+from vllm_ext import exit_heads
+from vllm_ext.companion import Companion
+from vllm_ext.draft_passes import DraftPasses
+from vllm_ext.early_exit import EarlyExit
+from vllm_ext.proposers.base import Request, chains_where_asked
+from vllm_ext.proposers.draft_budget import DraftBudget
+from vllm_ext.proposers.draft_model import DraftModelProposer
+from vllm_ext.proposers.dynamic_exit import DynamicExit
+from vllm_ext.proposers.exit_budget import ExitBudget
+from vllm_ext.proposers.exit_choice import ExitChoice, loaded_layers
+from vllm_ext.proposers.layerskip import LayerSkip
+from vllm_ext.proposers.step_cost import StepCost
+from vllm_ext.proposers.tree import DraftTree, Int32
+from vllm_ext.proposers.unified_skip import UnifiedSkip, balanced
+from vllm_ext.self_draft import SkippedLayers
+from vllm_ext.v1_trees import StepTrees
+
+MAX_PASS_ROWS = 8  # more rows a request than this in a draft model's pass are a prompt's
+CALIBRATION_SECONDS = 8.0  # of all passes of early exits together
+# Times passes of several sizes for a cost: the cost, the pass, what it is called, and for how many seconds.
+Measure = Callable[[StepCost, Callable[[int], None], str, float | None], None]
+
+
+class ModelDrafts:
+    """One proposer that asks a model, and that model's passes.
+
+    Args:
+        vllm_config: the engine's.
+        proposer: given what it asks.
+    """
+
+    def __init__(self, vllm_config: Any, proposer: DraftModelProposer) -> None:
+        self._config, self.proposer = vllm_config, proposer
+        options = proposer.options
+        num_layers = vllm_config.model_config.get_total_num_hidden_layers()
+        self.passes: DraftPasses
+        self.budget: DraftBudget | ExitBudget | None = None
+        self._choice: ExitChoice | None = None
+        if isinstance(proposer, LayerSkip | DynamicExit):
+            exits = proposer.exits(num_layers)
+            if isinstance(proposer, DynamicExit):
+                self._choice = ExitChoice(len(exits), min(options.num_speculative_tokens, options.max_depth))
+                self._layers = loaded_layers(exits, num_layers, self._choice.max_drafted)
+            heads = {}
+            if options.heads:
+                device = torch.device(vllm_config.device_config.device)
+                heads = exit_heads.load(options.heads, exits, vllm_config.model_config.dtype, device)
+            self.passes = EarlyExit(vllm_config, exits, heads)
+        elif isinstance(proposer, UnifiedSkip):
+            self.passes = SkippedLayers(vllm_config, balanced(num_layers, options.speedup))
+        else:
+            self.passes = Companion(vllm_config, options)
+        proposer.draft = self.passes
+        if options.budget == "goodput":
+            if self._choice is not None:
+                self.budget = ExitBudget(self._choice)
+            else:
+                first_rows = 2 if isinstance(self.passes, Companion) else 1
+                reuses = isinstance(self.passes, EarlyExit)
+                self.budget = DraftBudget(options.num_speculative_tokens, first_rows, reuses)
+        self.seconds = 0.0  # of drafting, since they were last taken
+        self._watch = 0  # steps until all exits are asked again
+
+    @property
+    def early_exit(self) -> EarlyExit | None:
+        """The passes, if they are an early exit's."""
+        return self.passes if isinstance(self.passes, EarlyExit) else None
+
+    def calibrate(self, measure: Measure, target_pass: Callable[[int], None]) -> None:
+        """At start-up: compile what would else stall the first request; then measure what the budget must know."""
+        exits = self.early_exit
+        if exits is None:
+            self.passes.warm_up()
+            if isinstance(self.budget, DraftBudget):
+                measure(self.budget.cost, target_pass, "forward pass", None)
+                measure(self.budget.pass_cost, self.passes.calibration_pass, "draft pass", None)
+            return
+        if self.budget is not None:
+            measure(self.budget.cost, target_pass, "forward pass", None)
+        for choice, exit_layer in enumerate(exits.exits):
+            exits.choice = choice
+            exits.warm_up()
+            exits.rest_calibration_pass(16)
+            costs: tuple[StepCost, StepCost] | None = None
+            if isinstance(self.budget, DraftBudget) and self.budget.rest_cost is not None:
+                costs = self.budget.pass_cost, self.budget.rest_cost
+            elif isinstance(self.budget, ExitBudget):
+                costs = self.budget.pass_costs[choice], self.budget.rest_costs[choice]
+            if costs is not None:
+                patience = CALIBRATION_SECONDS / 2 / len(exits.exits)
+                behind = f"after layer {exit_layer}"
+                measure(costs[0], exits.calibration_pass, f"draft pass, exit {behind}", patience)
+                measure(costs[1], exits.rest_calibration_pass, f"pass behind the exit {behind}", patience)
+        exits.choice = 0
+
+    def plan(self, request_ids: Sequence[str], context_tokens: int, most: int) -> int:
+        """How many nodes to draft for each request of the next step, the same on all ranks though their clocks differ.
+
+        Args:
+            request_ids: of those that decode.
+            context_tokens: tokens in the KV cache, of them together.
+            most: allowed by the scheduler.
+        """
+        choice, nodes = 0, most
+        if request_ids and isinstance(self.budget, ExitBudget):
+            nodes = self.budget.plan(request_ids, context_tokens)
+            choice = self.budget.exit
+        elif request_ids and isinstance(self.budget, DraftBudget):
+            nodes = self.budget.plan(len(request_ids), context_tokens)
+        elif request_ids and self._choice is not None:
+            choice, nodes = self._choice.best(request_ids, self._layers)
+            nodes = max(nodes, 1)
+        if self._config.parallel_config.world_size > 1:
+            choice, nodes = get_tp_group().broadcast_object((choice, nodes), src=0)
+        if self.early_exit is not None:
+            self.early_exit.choice = choice
+            if isinstance(self.proposer, DynamicExit):
+                self.proposer.exit_layer = self.early_exit.exits[choice]
+        return min(nodes, most)
+
+    def propose(
+        self, runner: Any, trees: StepTrees, requests: list[Request], sampled: list[list[int]]
+    ) -> list[DraftTree]:
+        """The proposer's trees, by a model that has read what this step has committed."""
+        started = time.perf_counter()
+        known = runner.input_batch.num_tokens_no_spec[: len(sampled)].tolist()
+        # The last token was sampled and has no KV yet; of a prompt that goes on, all that was scheduled is computed.
+        computed = [
+            tokens - 1 if emitted else int(context) + 1
+            for tokens, emitted, context in zip(known, sampled, trees.context, strict=True)
+        ]
+        drafting = {request.request_id for request in requests if request.has_room}
+        self.passes.advance(computed, known, drafting)
+        if drafting and isinstance(self.proposer, DynamicExit) and self.early_exit is not None:
+            self._watch = self._watch - 1 if self._watch else self.proposer.options.watch_every - 1
+            self.early_exit.watched = self._watch == 0
+        proposed = chains_where_asked(requests, self.proposer.propose(requests))
+        drafted = [(r.request_id, tree) for r, tree in zip(requests, proposed, strict=True) if len(tree)]
+        if drafted:
+            self.passes.settle([name for name, _ in drafted], [tree for _, tree in drafted])
+        self.seconds = time.perf_counter() - started
+        if self.budget is not None and drafted:
+            context = sum(len(request.tokens) for request in requests)
+            for seconds, rows, num_requests in self.passes.passes:
+                if rows <= MAX_PASS_ROWS * num_requests:  # no prompt in it
+                    self.budget.record_pass(seconds, rows, num_requests, context)
+            host = self.seconds - sum(seconds for seconds, _, _ in self.passes.passes)
+            if isinstance(self.budget, ExitBudget):
+                self.budget.drafted(len(drafted), host)
+            else:
+                self.budget.drafted([tree for _, tree in drafted], host)
+        return proposed
+
+    def observe(
+        self, trees: StepTrees, request_ids: Sequence[str], sizes: Int32, sampled: Sequence[Sequence[int]]
+    ) -> None:
+        """Learn from one verified step.
+
+        Args:
+            trees: its rows, and which were accepted.
+            request_ids: the batch.
+            sizes: by batch index, nodes verified.
+            sampled: by batch index, the tokens put out.
+        """
+        if isinstance(self.budget, DraftBudget):
+            self.budget.observe(sizes.tolist(), [[row - 1 for row in path] for path in trees.accepted])
+        exits = self.early_exit
+        if self._choice is None or exits is None or not exits.watched:
+            return
+        # Rows whose input the target has confirmed: what it says there counts.
+        rows = [
+            [start + row for row in (0, *path)][: len(tokens)]
+            for start, path, tokens in zip(trees.row_start.tolist(), trees.accepted, sampled, strict=False)
+        ]
+        shadows = exits.shadows([row for of_request in rows for row in of_request])
+        if shadows is None:
+            return
+        end = 0
+        for name, of_request, tokens in zip(request_ids, rows, sampled, strict=True):
+            end += len(of_request)
+            if of_request:
+                self._choice.observe(name, shadows[:, end - len(of_request) : end], tokens)
+
+    def record_step(self, seconds: float, rows: int, batch_size: int, context_tokens: int) -> None:
+        """Learn from the clock of a step without prompt tokens; the draft's time is not in it."""
+        behind = None if self.early_exit is None else self.early_exit.began_behind
+        if self.budget is not None:
+            self.budget.record_step(seconds, rows, batch_size, context_tokens, behind)
+
+    def take_seconds(self) -> float:
+        """The time of drafting since this was last asked."""
+        seconds, self.seconds = self.seconds, 0.0
+        return seconds
+
+    def finish(self, request_id: str) -> None:
+        """A request is gone."""
+        self.passes.forget(request_id)
+        if self._choice is not None:
+            self._choice.finish(request_id)

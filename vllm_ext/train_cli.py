@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``vllm-ext train``: draft models."""
+"""``vllm-ext train``: draft models, and heads of early exits."""
 
 from __future__ import annotations
 
@@ -17,11 +17,6 @@ train_app = typer.Typer(help="Train what drafts.", no_args_is_help=True)
 
 SETTINGS = "settings.json"  # of the work folder: what its answers and its checkpoint belong to
 TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "vocab*", "merges.txt", "chat_template*")
-
-
-@train_app.callback()
-def _root() -> None:
-    """Keeps ``draft`` a command of its own."""
 
 
 @train_app.command("draft")
@@ -59,14 +54,15 @@ def draft_command(
     minutes: Annotated[float, typer.Option(min=0.01, help="Of training, answers left out.")] = 25.0,
     learning_rate: Annotated[float, typer.Option(min=0.0)] = 3e-3,
     max_num_seqs: Annotated[int, typer.Option(min=1, help="Prompts answered at once.")] = 32,
+    dtype: Annotated[
+        str, typer.Option(help="Of the target while it answers. float32 is faster on a CPU without AVX-512.")
+    ] = "auto",
     device: Annotated[str, typer.Option(help="cpu or cuda; auto: cuda where there is one.")] = "auto",
     seed: Annotated[int, typer.Option(min=0)] = 0,
 ) -> None:
     """Distil a small Llama from the target's answers; run again, it goes on where it was interrupted."""
     console, errors = Console(), Console(stderr=True)
     with errors_of(errors):
-        from vllm_ext.bench_prompts import load_prompts
-        from vllm_ext.draft_data import generate, load
         from vllm_ext.draft_training import Recipe, Shape, estimate, load_model, make_model, split, train
         from vllm_ext.vocabulary import snapshot
 
@@ -74,37 +70,18 @@ def draft_command(
             raise ValueError(
                 f"--hidden-size={hidden_size} is not allowed with --num-heads={num_heads}; it must be a multiple"
             )
-        if bool(prompts) == bool(answers):
-            raise ValueError(
-                f"--prompts={prompts or []} and --answers={[*map(str, answers or [])]} are not allowed; one of them "
-                "must be given, and not both"
-            )
         folder = snapshot(target)
-        chats = [prompt.messages for prompt in load_prompts([Path(file) for file in prompts or []])]
+        source = _Source(folder, prompts, answers, samples, max_tokens, top_k)
         shape = Shape(hidden_size, num_layers, num_heads, intermediate_size)
         recipe = Recipe(minutes=minutes, learning_rate=learning_rate, seed=seed)
         work = output / "work"
         _same_settings(
             work,
-            {
-                "target": str(folder),
-                "chats": len(chats),
-                "answers": [str(given.resolve()) for given in answers or []],
-                "start": str(start and start.resolve()),
-                "samples": samples,
-                "max_tokens": max_tokens,
-                "top_k": top_k,
-                "shape": vars(shape),
-            },
+            {**source.settings(), "start": str(start and start.resolve()), "shape": vars(shape)},
         )
         started = time.perf_counter()
-        options = {"max_num_seqs": max_num_seqs, "enforce_eager": True}
         with progress_on(errors) as report:
-            if answers:
-                given, each = [answer for kept in answers for answer in load(kept)], 1
-            else:
-                generate(str(folder), chats, work / "answers", samples, max_tokens, top_k, options, report)
-                given, each = load(work / "answers"), samples
+            given, each = source.answers(work, {"max_num_seqs": max_num_seqs, "dtype": dtype}, report)
             learnt, held_out = split(given, each, recipe)
             tokens = sum(len(answer.top_ids) for answer in learnt)
             model = (
@@ -126,6 +103,151 @@ def draft_command(
     )
     config = json.dumps({"method": "dyspec", "model": str(output.resolve())})
     say(console, f"serve with: --speculative-config '{config}'")
+
+
+@train_app.command("exits")
+def exits_command(
+    target: Annotated[str, typer.Option(help="The model: folder or Hugging Face id.")],
+    output: Annotated[
+        Path, typer.Option(help="File of the heads (.safetensors). The folder OUTPUT.work holds answers.")
+    ],
+    exits: Annotated[str, typer.Option(help="After how many layers, separated by commas: 4,8,12.")],
+    prompts: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="JSONL file of prompts, as `vllm-ext bench` takes them; may be given several times."
+        ),
+    ] = None,
+    answers: Annotated[
+        list[Path] | None,
+        typer.Option(help="Folder of answers that are kept, in the place of prompts; several times."),
+    ] = None,
+    samples: Annotated[
+        int, typer.Option(min=1, help="Answers of each prompt: one greedy, the others sampled.")
+    ] = 2,
+    max_tokens: Annotated[int, typer.Option(min=2, help="Of an answer.")] = 128,
+    top_k: Annotated[int, typer.Option(min=1, max=256, help="Alternatives kept of each of its tokens.")] = 16,
+    tokens: Annotated[int, typer.Option(min=100, help="Most tokens of answers to learn from.")] = 40_000,
+    epochs: Annotated[int, typer.Option(min=0, help="Over them; 0: least squares alone.")] = 2,
+    learning_rate: Annotated[float, typer.Option(min=0.0)] = 5e-4,
+    max_num_seqs: Annotated[int, typer.Option(min=1, help="Prompts answered at once.")] = 32,
+    dtype: Annotated[
+        str, typer.Option(help="Of the target while it answers. float32 is faster on a CPU without AVX-512.")
+    ] = "auto",
+    device: Annotated[str, typer.Option(help="cpu or cuda; auto: cuda where there is one.")] = "auto",
+    seed: Annotated[int, typer.Option(min=0)] = 0,
+) -> None:
+    """Train heads of early exits, for the methods layerskip and del, by the model's own answers."""
+    console, errors = Console(), Console(stderr=True)
+    with errors_of(errors):
+        import torch
+
+        from vllm_ext import exit_heads
+        from vllm_ext.draft_training import Recipe, split
+        from vllm_ext.exit_training import agreement, distil, features, shuffled
+        from vllm_ext.vocabulary import snapshot
+
+        folder = snapshot(target)
+        numbers = _numbers(exits)
+        source = _Source(folder, prompts, answers, samples, max_tokens, top_k)
+        work = output.with_name(output.name + ".work")
+        _same_settings(work, source.settings())
+        started = time.perf_counter()
+        heads, rows = {}, []
+        with progress_on(errors) as report:
+            given, each = source.answers(work, {"max_num_seqs": max_num_seqs, "dtype": dtype}, report)
+            learnt, held_out = split(given, each, Recipe(seed=seed))
+            model = _causal_model(folder, _device(device))
+            of = features(model, shuffled(learnt, seed), numbers, tokens, report)
+            test = features(model, held_out, numbers, tokens, report)
+            for number in numbers:
+                heads[number] = distil(model, of, number, epochs, learning_rate, seed, report)
+                before, after = (agreement(model, test, number, head) for head in (None, heads[number]))
+                rows.append((number, before, after))
+        exit_heads.save(output, heads, folder)
+        size = torch.cat([weight.flatten() for weight, _ in heads.values()]).numel()
+    say(
+        console,
+        f"{output}: {size / 1e6:.1f} million parameters, {len(of.last):,} tokens of answers learnt from",
+    )
+    say(console, f"on {len(test.last):,} tokens held out, accepted without and with its head:")
+    for number, before, after in rows:
+        say(
+            console,
+            f"  exit after layer {number:2}: greedy {before.greedy:.3f} and {after.greedy:.3f}, "
+            f"at temperature 1 {before.sampled:.3f} and {after.sampled:.3f}",
+        )
+    say(console, f"{(time.perf_counter() - started) / 60:.0f} minutes in all")
+    config = json.dumps({"method": "layerskip", "exit_layer": numbers[0], "heads": str(output.resolve())})
+    say(console, f"serve with: --speculative-config '{config}'")
+
+
+def _numbers(exits: str) -> list[int]:
+    try:
+        numbers = sorted({int(part) for part in exits.split(",")})
+    except ValueError:
+        raise ValueError(
+            f"--exits={exits!r} is not allowed; it must be numbers of layers with commas: 4,8"
+        ) from None
+    return numbers
+
+
+def _causal_model(folder: Path, device: str) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=_dtype_of(folder)).to(device).eval()
+
+
+class _Source:
+    """Answers to learn from: asked for, or kept by a server.
+
+    Raises:
+        ValueError: both, or none of them, are given.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        prompts: list[str] | None,
+        answers: list[Path] | None,
+        samples: int,
+        max_tokens: int,
+        top_k: int,
+    ) -> None:
+        from vllm_ext.bench_prompts import load_prompts
+
+        if bool(prompts) == bool(answers):
+            raise ValueError(
+                f"--prompts={prompts or []} and --answers={[*map(str, answers or [])]} are not allowed; one of them "
+                "must be given, and not both"
+            )
+        self._folder, self._kept = folder, [given.resolve() for given in answers or []]
+        self._chats = [prompt.messages for prompt in load_prompts([Path(file) for file in prompts or []])]
+        self._asked = {"samples": samples, "max_tokens": max_tokens, "top_k": top_k}
+
+    def settings(self) -> dict[str, Any]:
+        """What the answers belong to."""
+        kept = [str(given) for given in self._kept]
+        return {"target": str(self._folder), "chats": len(self._chats), "answers": kept, **self._asked}
+
+    def answers(self, work: Path, options: dict[str, Any], report: Any) -> tuple[list[Any], int]:
+        """The answers, and how many of them in a row belong to one prompt."""
+        from vllm_ext.draft_data import generate, load
+
+        if self._kept:
+            return [answer for kept in self._kept for answer in load(kept)], 1
+        asked = self._asked
+        generate(
+            str(self._folder),
+            self._chats,
+            work / "answers",
+            asked["samples"],
+            asked["max_tokens"],
+            asked["top_k"],
+            {**options, "enforce_eager": True},
+            report,
+        )
+        return load(work / "answers"), asked["samples"]
 
 
 def _same_settings(work: Path, settings: dict[str, Any]) -> None:

@@ -80,8 +80,10 @@ def use(worker: Any, method: str, options: dict[str, Any]) -> None:
     proposer_class = registry.load_method(method)
     proposer = proposer_class.from_options(proposer_class.Options.model_validate(options), vocab_size)
     assert isinstance(proposer, DraftModelProposer)
-    proposer.draft = drafter.companion
-    drafter.proposer, drafter.num_nodes = proposer, options["num_speculative_tokens"]
+    drafts = drafter.model_drafts
+    proposer.draft = drafts.passes
+    drafter.proposer = drafts.proposer = proposer
+    drafter.num_nodes = options["num_speculative_tokens"]
 
 
 def row(nodes: int, temperature: float, method: str, answers: Sequence[Answer], drafts: int) -> Row:
@@ -132,6 +134,7 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=3)
     parser.add_argument("--max-tokens", type=int, default=96)
     parser.add_argument("--batch-size", type=int, default=4)
+    parser.add_argument("--dtype", default="bfloat16", help="float32 is faster on a CPU without AVX-512")
     arguments = parser.parse_args()
     all_nodes = [int(nodes) for nodes in arguments.nodes.split(",")]
     temperatures = [float(temperature) for temperature in arguments.temperatures.split(",")]
@@ -144,7 +147,7 @@ def main() -> None:
         prompt_files=tuple(arguments.prompts),
         methods=(),
         max_tokens=arguments.max_tokens,
-        dtype="bfloat16",
+        dtype=arguments.dtype,
         kv_cache_memory_bytes=1 << 29,
     )
     bench.set_environment(verbose=False)

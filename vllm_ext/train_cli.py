@@ -222,7 +222,9 @@ class _Source:
                 "must be given, and not both"
             )
         self._folder, self._kept = folder, [given.resolve() for given in answers or []]
-        self._chats = [prompt.messages for prompt in load_prompts([Path(file) for file in prompts or []])]
+        self._chats: list[Any] = []
+        if prompts:
+            self._chats = [prompt.messages for prompt in load_prompts([Path(file) for file in prompts])]
         self._asked = {"samples": samples, "max_tokens": max_tokens, "top_k": top_k}
 
     def settings(self) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -104,10 +105,10 @@ def test_training_learns_the_targets_distribution_and_goes_on(target: Path, tmp_
     assert len(learnt) == 190
     model = make_model(target, SHAPE, "cpu")
     before = estimate(model, held_out, Recipe())
-    first = Recipe(minutes=0.05, batch_tokens=400, learning_rate=1e-2)
+    first = Recipe(minutes=0.1, batch_tokens=400, learning_rate=1e-2)
     curve = train(model, learnt, first, tmp_path, nothing, nothing)
     found = estimate(model, held_out, first)
-    assert curve[-1]["loss"] < curve[0]["loss"]
+    assert curve[-1]["loss"] < 0.9 * math.log(VOCAB)
     # All there is to have: the four successors are 0.95 of the target's mass.
     assert found.sampled_acceptance > 0.85 > 0.3 > before.sampled_acceptance
     assert found.greedy_acceptance > 0.95

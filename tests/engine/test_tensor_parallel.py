@@ -46,7 +46,7 @@ def run(model_dir: str, method: dict[str, object] | None, log: Path) -> tuple[li
         env={**os.environ, "VLLM_CPU_OMP_THREADS_BIND": "0|1"},
         capture_output=True,
         text=True,
-        timeout=400,
+        timeout=900,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]

@@ -88,6 +88,11 @@ class EarlyExit(SelfDraft):
             layers = [context[name] for layer in below for name in attention_names(layer)]
             self._movers.append(layers[0].impl.kv_mover(layers))
 
+    def begin_step(self, scheduler_output: Any) -> None:
+        """See `DraftPasses`: what a preempted request had in its blocks is not in those it has now."""
+        for request_id in scheduler_output.scheduled_cached_reqs.resumed_req_ids:
+            self._settled.pop(request_id, None)
+
     def forget(self, request_id: str) -> None:
         """See `DraftPasses`."""
         super().forget(request_id)

@@ -14,7 +14,7 @@ from typing import ClassVar
 import numpy as np
 from pydantic import Field, field_validator
 
-from vllm_ext.proposers.base import MethodOptions, Request, VerifiedRows
+from vllm_ext.proposers.base import MAX_SPECULATIVE_TOKENS, MethodOptions, Request, VerifiedRows
 from vllm_ext.proposers.self_draft import HeadOptions, SelfDraftOptions, SelfDraftProposer
 from vllm_ext.proposers.tree import DraftTree
 
@@ -27,7 +27,10 @@ class DynamicExitOptions(HeadOptions, SelfDraftOptions):
     """Options of `del`."""
 
     num_speculative_tokens: int = Field(
-        default=8, ge=1, le=128, description="most draft tokens of one request verified in one step"
+        default=8,
+        ge=1,
+        le=MAX_SPECULATIVE_TOKENS,
+        description="most draft tokens of one request verified in one step",
     )
     exits: list[int] | None = Field(
         default=None,

@@ -10,6 +10,7 @@ import numpy as np
 from vllm_ext.proposers.draft_budget import HOST_RATE, HOST_SECONDS, Thrift, record_one
 from vllm_ext.proposers.exit_choice import ExitChoice
 from vllm_ext.proposers.step_cost import Float64, StepCost
+from vllm_ext.proposers.tree import DraftTree
 
 
 class ExitBudget:
@@ -68,9 +69,9 @@ class ExitBudget:
         rest = np.array([cost.seconds(rows, batch_size, context_tokens) for cost in self.rest_costs])
         return draft, rest
 
-    def drafted(self, num_requests: int, host_seconds: float) -> None:
-        """Learn what drafting for so many requests has cost besides the passes."""
-        self._host += HOST_RATE * (host_seconds / num_requests - self._host)
+    def drafted(self, trees: Sequence[DraftTree], host_seconds: float) -> None:
+        """Learn what drafting these has cost besides the passes."""
+        self._host += HOST_RATE * (host_seconds / len(trees) - self._host)
 
     def record_pass(self, seconds: float, rows: int, batch_size: int, context_tokens: int) -> None:
         """A draft pass of the exit in use; see `StepCost.record`."""

@@ -40,10 +40,9 @@ def passes(worker: Any, exits: Sequence[int], rows: Sequence[int], turns: int) -
     """Median milliseconds, by exit and rows."""
     runner = worker.model_runner
     early = runner.drafter.model_drafts.early_exit
-    # The runner's own passes give no hidden states behind padding: any do for the head.
     hidden, _ = runner._dummy_run(max(rows))
     runs: dict[str, Callable[[int], Any]] = {
-        "whole": lambda count: runner._dummy_run(count),
+        "whole": runner._dummy_run,
         "below": early.draft_pass,
         "behind": early.rest_pass,
         "head": lambda count: runner.model.compute_logits(hidden[:count]),

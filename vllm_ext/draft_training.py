@@ -137,12 +137,12 @@ def loss_of(logits: torch.Tensor, top_ids: torch.Tensor, top_logp: torch.Tensor)
 
 
 def candidates(
-    model: Any, hidden: torch.Tensor, top_ids: torch.Tensor, noise: torch.Generator
+    weight: torch.Tensor, hidden: torch.Tensor, top_ids: torch.Tensor, noise: torch.Generator
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Logits of the tokens that stand in the answers and of `OTHERS` drawn in the place of all others.
 
     Args:
-        model: of `make_model`.
+        weight: ``[vocab, hidden_size]`` of the model's head.
         hidden: ``[num_tokens, hidden_size]``.
         top_ids: int64 ``[num_tokens, top_k]``.
         noise: on the CPU.
@@ -151,7 +151,6 @@ def candidates(
         float32 ``[num_tokens, num_candidates]``, the others' raised by how many each stands for, so that the sum of
         exponentials has the whole vocabulary's expectation; and ``top_ids`` as places among them.
     """
-    weight = model.lm_head.weight
     own, places = torch.unique(top_ids, return_inverse=True)
     absent = torch.ones(len(weight), dtype=torch.bool)
     absent[own.cpu()] = False
@@ -258,7 +257,7 @@ def train(
         ids, mask, top_ids, top_logp = batches.at(step)
         noise.manual_seed((recipe.seed << 32) + step)
         hidden = model.model(input_ids=ids).last_hidden_state[mask]
-        logits, places = candidates(model, hidden, top_ids, noise)
+        logits, places = candidates(model.lm_head.weight, hidden, top_ids, noise)
         loss = loss_of(logits, places, top_logp)
         optimizer.zero_grad(set_to_none=True)
         loss.backward()  # type: ignore[no-untyped-call]

@@ -25,12 +25,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from vllm_ext.exit_heads import Head
 from vllm_ext.layer_slices import LayerSlice
 from vllm_ext.proposers.tree import DraftTree, Int32
 from vllm_ext.self_draft import SelfDraft, attention_names
 from vllm_ext.v1_trees import StepTrees
-
-Head = Callable[[torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)

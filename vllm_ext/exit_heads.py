@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 FORMAT = "vllm_ext exit heads 1"
+Head = Callable[[torch.Tensor], torch.Tensor]  # [num_rows, hidden] both
 PLACES, BYTES = 16, 1 << 16  # of a file of weights that are looked at, besides its header
 
 
@@ -90,13 +91,11 @@ def check(file: str, exits: Sequence[int], model: Path) -> None:
         )
 
 
-def load(
-    file: str, exits: Sequence[int], dtype: torch.dtype, device: torch.device
-) -> dict[int, Callable[[torch.Tensor], torch.Tensor]]:
-    """By exit, the map ``[num_rows, hidden] -> [num_rows, hidden]``; of a file that was checked."""
+def load(file: str, exits: Sequence[int], dtype: torch.dtype, device: torch.device) -> dict[int, Head]:
+    """By exit, its map; of a file that was checked."""
     from safetensors import safe_open
 
-    def head(weight: torch.Tensor, bias: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
+    def head(weight: torch.Tensor, bias: torch.Tensor) -> Head:
         return lambda normed: torch.nn.functional.linear(normed, weight, bias)
 
     with safe_open(file, framework="pt") as stored:

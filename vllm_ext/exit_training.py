@@ -126,7 +126,7 @@ def distil(
         report: progress in steps.
     """
     x = of.exits[exit_layer]
-    head = _Float(model)
+    vocabulary = model.lm_head.weight.detach().float()
     weight, bias = (part.clone().requires_grad_() for part in closed_form(x, of.last))
     optimizer = torch.optim.Adam([weight, bias], lr=learning_rate)
     noise = torch.Generator().manual_seed(seed)
@@ -138,7 +138,7 @@ def distil(
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate * 0.5 * (1.0 + math.cos(math.pi * step / steps))
             hidden = torch.nn.functional.linear(x[rows], weight, bias)
-            logits, places = candidates(head, hidden, of.top_ids[rows], noise)
+            logits, places = candidates(vocabulary, hidden, of.top_ids[rows], noise)
             loss = loss_of(logits, places, of.top_logp[rows])
             optimizer.zero_grad(set_to_none=True)
             loss.backward()  # type: ignore[no-untyped-call]
@@ -146,14 +146,6 @@ def distil(
             step += 1
             report(f"exit after layer {exit_layer}", step, steps)
     return weight.detach(), bias.detach()
-
-
-class _Float:
-    """The model's head in the precision that heads are trained in."""
-
-    def __init__(self, model: Any) -> None:
-        self.lm_head = torch.nn.Linear(1, 1, bias=False)
-        self.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().float(), requires_grad=False)
 
 
 @torch.inference_mode()

@@ -157,10 +157,7 @@ class ModelDrafts:
                 if rows <= MAX_PASS_ROWS * num_requests:  # no prompt in it
                     self.budget.record_pass(seconds, rows, num_requests, context)
             host = self.seconds - sum(seconds for seconds, _, _ in self.passes.passes)
-            if isinstance(self.budget, ExitBudget):
-                self.budget.drafted(len(drafted), host)
-            else:
-                self.budget.drafted([tree for _, tree in drafted], host)
+            self.budget.drafted([tree for _, tree in drafted], host)
         return proposed
 
     def observe(

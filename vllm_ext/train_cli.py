@@ -18,6 +18,20 @@ train_app = typer.Typer(help="Train what drafts.", no_args_is_help=True)
 SETTINGS = "settings.json"  # of the work folder: what its answers and its checkpoint belong to
 TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "vocab*", "merges.txt", "chat_template*")
 
+# Options that both commands have.
+Prompts = Annotated[
+    list[str] | None,
+    typer.Option(help="JSONL file of prompts, as `vllm-ext bench` takes them; may be given several times."),
+]
+Samples = Annotated[int, typer.Option(min=1, help="Answers of each prompt: one greedy, the others sampled.")]
+TopK = Annotated[int, typer.Option(min=1, max=256, help="Alternatives kept of each of its tokens.")]
+MaxNumSeqs = Annotated[int, typer.Option(min=1, help="Prompts answered at once.")]
+Dtype = Annotated[
+    str, typer.Option(help="Of the target while it answers. float32 is faster on a CPU without AVX-512.")
+]
+Device = Annotated[str, typer.Option(help="cpu or cuda; auto: cuda where there is one.")]
+Seed = Annotated[int, typer.Option(min=0)]
+
 
 @train_app.command("draft")
 def draft_command(
@@ -25,12 +39,7 @@ def draft_command(
     output: Annotated[
         Path, typer.Option(help="Folder of the draft model. Its `work` holds answers and checkpoint.")
     ],
-    prompts: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="JSONL file of prompts, as `vllm-ext bench` takes them; may be given several times."
-        ),
-    ] = None,
+    prompts: Prompts = None,
     answers: Annotated[
         list[Path] | None,
         typer.Option(
@@ -46,19 +55,15 @@ def draft_command(
     num_layers: Annotated[int, typer.Option(min=1)] = 4,
     num_heads: Annotated[int, typer.Option(min=1, help="Divides the hidden size.")] = 3,
     intermediate_size: Annotated[int, typer.Option(min=32)] = 512,
-    samples: Annotated[
-        int, typer.Option(min=1, help="Answers of each prompt: one greedy, the others sampled.")
-    ] = 2,
+    samples: Samples = 2,
     max_tokens: Annotated[int, typer.Option(min=2, help="Of an answer.")] = 256,
-    top_k: Annotated[int, typer.Option(min=1, max=256, help="Alternatives kept of each of its tokens.")] = 16,
+    top_k: TopK = 16,
     minutes: Annotated[float, typer.Option(min=0.01, help="Of training, answers left out.")] = 25.0,
     learning_rate: Annotated[float, typer.Option(min=0.0)] = 3e-3,
-    max_num_seqs: Annotated[int, typer.Option(min=1, help="Prompts answered at once.")] = 32,
-    dtype: Annotated[
-        str, typer.Option(help="Of the target while it answers. float32 is faster on a CPU without AVX-512.")
-    ] = "auto",
-    device: Annotated[str, typer.Option(help="cpu or cuda; auto: cuda where there is one.")] = "auto",
-    seed: Annotated[int, typer.Option(min=0)] = 0,
+    max_num_seqs: MaxNumSeqs = 32,
+    dtype: Dtype = "auto",
+    device: Device = "auto",
+    seed: Seed = 0,
 ) -> None:
     """Distil a small Llama from the target's answers; run again, it goes on where it was interrupted."""
     console, errors = Console(), Console(stderr=True)
@@ -112,36 +117,25 @@ def exits_command(
         Path, typer.Option(help="File of the heads (.safetensors). The folder OUTPUT.work holds answers.")
     ],
     exits: Annotated[str, typer.Option(help="After how many layers, separated by commas: 4,8,12.")],
-    prompts: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="JSONL file of prompts, as `vllm-ext bench` takes them; may be given several times."
-        ),
-    ] = None,
+    prompts: Prompts = None,
     answers: Annotated[
         list[Path] | None,
         typer.Option(help="Folder of answers that are kept, in the place of prompts; several times."),
     ] = None,
-    samples: Annotated[
-        int, typer.Option(min=1, help="Answers of each prompt: one greedy, the others sampled.")
-    ] = 2,
+    samples: Samples = 2,
     max_tokens: Annotated[int, typer.Option(min=2, help="Of an answer.")] = 128,
-    top_k: Annotated[int, typer.Option(min=1, max=256, help="Alternatives kept of each of its tokens.")] = 16,
+    top_k: TopK = 16,
     tokens: Annotated[int, typer.Option(min=100, help="Most tokens of answers to learn from.")] = 40_000,
     epochs: Annotated[int, typer.Option(min=0, help="Over them; 0: least squares alone.")] = 2,
     learning_rate: Annotated[float, typer.Option(min=0.0)] = 5e-4,
-    max_num_seqs: Annotated[int, typer.Option(min=1, help="Prompts answered at once.")] = 32,
-    dtype: Annotated[
-        str, typer.Option(help="Of the target while it answers. float32 is faster on a CPU without AVX-512.")
-    ] = "auto",
-    device: Annotated[str, typer.Option(help="cpu or cuda; auto: cuda where there is one.")] = "auto",
-    seed: Annotated[int, typer.Option(min=0)] = 0,
+    max_num_seqs: MaxNumSeqs = 32,
+    dtype: Dtype = "auto",
+    device: Device = "auto",
+    seed: Seed = 0,
 ) -> None:
     """Train heads of early exits, for the methods layerskip and del, by the model's own answers."""
     console, errors = Console(), Console(stderr=True)
     with errors_of(errors):
-        import torch
-
         from vllm_ext import exit_heads
         from vllm_ext.draft_training import Recipe, split
         from vllm_ext.exit_training import agreement, distil, features, shuffled
@@ -165,7 +159,7 @@ def exits_command(
                 before, after = (agreement(model, test, number, head) for head in (None, heads[number]))
                 rows.append((number, before, after))
         exit_heads.save(output, heads, folder)
-        size = torch.cat([weight.flatten() for weight, _ in heads.values()]).numel()
+        size = sum(part.numel() for head in heads.values() for part in head)
     say(
         console,
         f"{output}: {size / 1e6:.1f} million parameters, {len(of.last):,} tokens of answers learnt from",

@@ -21,7 +21,7 @@ from vllm_ext.kernels.top_k import top_k_ids
 from vllm_ext.model_drafts import ModelDrafts
 from vllm_ext.proposers.base import Request, Sampling, VerifiedRows, chains_where_asked
 from vllm_ext.proposers.budget import GoodputBudget
-from vllm_ext.proposers.draft_model import DraftModelProposer
+from vllm_ext.proposers.draft_model import DraftModelOptions, DraftModelProposer
 from vllm_ext.proposers.sampled import ASKED_PER_NODE
 from vllm_ext.proposers.tree import DraftTree, Float32, Int32
 from vllm_ext.v1_memory import Memory
@@ -49,12 +49,14 @@ class Drafter:
         if isinstance(self.proposer, DraftModelProposer):
             self.model_drafts = ModelDrafts(vllm_config, self.proposer)
         # On all ranks alike: what is tapped decides how greedy tokens are found.
-        export_dir: str | None = getattr(settings.options, "export_dir", None)
-        self._exports = export_dir is not None
+        self._exports = False
         self._export: Export | None = None  # rank 0's
-        if export_dir is not None and vllm_config.parallel_config.rank == 0:
-            own = Path(export_dir) / str(vllm_config.parallel_config.data_parallel_index)
-            self._export = Export(own, settings.options.model_dump()["export_mb"])
+        options = settings.options
+        if isinstance(options, DraftModelOptions) and options.export_dir is not None:
+            self._exports = True
+            if vllm_config.parallel_config.rank == 0:
+                own = Path(options.export_dir) / str(vllm_config.parallel_config.data_parallel_index)
+                self._export = Export(own, options.export_mb)
         self._memory = Memory(vllm_config, settings, lambda counter: self._count({counter: 1}))
         self._sampling: dict[str, Sampling] = {}  # by request id; its keys are the requests started
         self._top: tuple[Int32, Float32] | None = None  # of this step's rows, from `tap` to `step`

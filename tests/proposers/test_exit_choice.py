@@ -10,6 +10,7 @@ from vllm_ext.proposers.dynamic_exit import DynamicExit, DynamicExitOptions
 from vllm_ext.proposers.exit_budget import ExitBudget
 from vllm_ext.proposers.exit_choice import ExitChoice, expected_tokens, loaded_layers
 from vllm_ext.proposers.layerskip import LayerSkip, LayerSkipOptions
+from vllm_ext.proposers.tree import DraftTree
 from vllm_ext.proposers.unified_skip import balanced
 
 
@@ -85,7 +86,7 @@ class Machine:
                 exit_layer = self.exits[self.budget.exit]
                 for _ in range(nodes + 1):
                     self.budget.record_pass(self.slow * 1e-3 * exit_layer * 1.01, 1, 1, 100)
-                self.budget.drafted(1, 1e-5)
+                self.budget.drafted([DraftTree.empty()], 1e-5)
                 rest = self.slow * 1e-3 * (self.layers - exit_layer) * (1 + 0.01 * (1 + nodes))
                 self.budget.record_step(rest, 1 + nodes, 1, 100, self.budget.exit)
                 right = self.rng.random((len(self.exits), 2)) < self.acceptance[:, None]

@@ -35,8 +35,9 @@ def step(**changes: Any) -> StepTrees:
         "context": [16, 5],
         **changes,
     }
-    arrays = {name: np.array(value, np.int32) for name, value in values.items() if name != "decoding"}
-    return StepTrees(**arrays, branching=[0], decoding=values.get("decoding", [0, 1]))
+    decoding: list[int] = values.pop("decoding", [0, 1])
+    arrays: dict[str, Any] = {name: np.array(value, np.int32) for name, value in values.items()}
+    return StepTrees(**arrays, branching=[0], decoding=decoding)
 
 
 def test_what_was_drafted_is_found() -> None:

@@ -134,6 +134,12 @@ HOOKS = (
         ("self", "aux_hidden_states", "layer_idx"),
         "hands out hidden states between layers",
     ),
+    Hook(
+        "vllm.model_executor.models.interfaces",
+        "SupportsEagle3.set_aux_hidden_state_layers",
+        ("self", "layers"),
+        "keeps hidden states of chosen layers",
+    ),
     Hook(_RUNNER, "GPUModelRunner.initialize_kv_cache", ("self",), "asks whether the layers take trees"),
     Hook(_RUNNER, "GPUModelRunner.sample_tokens", ("self", "grammar_output"), "taps the target's logits"),
     Hook(

@@ -24,6 +24,7 @@ from vllm.utils.torch_utils import PIN_MEMORY
 from vllm.v1.sample.logits_processor import BUILTIN_LOGITS_PROCESSORS, LogitsProcessors
 
 from vllm_ext import v1_attention
+from vllm_ext.hidden_states import HiddenStates
 from vllm_ext.kernels.tree_attention import TreeRows
 from vllm_ext.proposers.step_cost import StepCost
 from vllm_ext.proposers.tree import Int32
@@ -47,10 +48,13 @@ class SpeculativeRunner:
     input_batch: Any
     device: torch.device
 
+    hidden_states: HiddenStates | None = None  # set where something reads the target's layers
+
     # Ours, between the methods of one step.
     step_trees: StepTrees | None = None
     step_common: Any = None  # vLLM's metadata of the step, of no group in particular
     greedy_choice: Int32 | None = None  # [num_rows] argmax of each row, while no mask is in the logits
+    logits_rows: torch.Tensor | None = None  # of the step's tokens, those with logits
     step_started: float = 0.0
     # Of the caches there are: by KV group, what copies tokens between slots.
     kv_movers: Sequence[tuple[int, Callable[[torch.Tensor, torch.Tensor], None]]] = ()
@@ -165,6 +169,7 @@ class SpeculativeRunner:
             rows, positions = trees.branching_rows()
             self.positions[_to(rows, self.device)] = _to(positions, self.device).to(self.positions.dtype)
         self.step_trees = trees
+        self.logits_rows = result[0]
         return result
 
     def _build_attention_metadata(self, *args: Any, **kwargs: Any) -> Any:
@@ -187,8 +192,9 @@ class SpeculativeRunner:
     def _model_forward(self, input_ids: Any = None, positions: Any = None, *args: Any, **kwargs: Any) -> Any:
         """vLLM's; or only what an early exit's drafts have left to do."""
         drafts, trees = self.drafter.model_drafts, self.step_trees
-        if drafts is not None and drafts.early_exit is not None and trees is not None:
-            hidden = drafts.early_exit.verify(self.input_batch.req_ids, trees, positions)
+        early_exit = drafts.early_exit if drafts is not None and self.hidden_states is None else None
+        if early_exit is not None and trees is not None:
+            hidden = early_exit.verify(self.input_batch.req_ids, trees, positions)
             if hidden is not None:
                 return hidden
         return super()._model_forward(input_ids, positions, *args, **kwargs)  # type: ignore[misc]
@@ -241,6 +247,9 @@ class SpeculativeRunner:
         state = self.execute_model_state
         if state is not None:
             assert self.step_trees is not None
+            if self.hidden_states is not None:
+                assert self.logits_rows is not None
+                self.hidden_states.hold(state.aux_hidden_states, self.logits_rows)
             top_ids = self.drafter.tap(self.step_trees, state.logits)
             self.greedy_choice = None if grammar_output is not None or top_ids is None else top_ids[:, 0]
         return super().sample_tokens(grammar_output)  # type: ignore[misc]

@@ -27,7 +27,7 @@ Samples = Annotated[int, typer.Option(min=1, help="Answers of each prompt: one g
 TopK = Annotated[int, typer.Option(min=1, max=256, help="Alternatives kept of each of its tokens.")]
 MaxNumSeqs = Annotated[int, typer.Option(min=1, help="Prompts answered at once.")]
 Dtype = Annotated[
-    str, typer.Option(help="Of the target while it answers. float32 is faster on a CPU without AVX-512.")
+    str, typer.Option(help="Of the target that is learnt from. float32 is faster on a CPU without AVX-512.")
 ]
 Device = Annotated[str, typer.Option(help="cpu or cuda; auto: cuda where there is one.")]
 Seed = Annotated[int, typer.Option(min=0)]
@@ -151,7 +151,7 @@ def exits_command(
         with progress_on(errors) as report:
             given, each = source.answers(work, {"max_num_seqs": max_num_seqs, "dtype": dtype}, report)
             learnt, held_out = split(given, each, Recipe(seed=seed))
-            model = _causal_model(folder, _device(device))
+            model = _causal_model(folder, _device(device), dtype)
             of = features(model, shuffled(learnt, seed), numbers, tokens, report)
             test = features(model, held_out, numbers, tokens, report)
             for number in numbers:
@@ -186,10 +186,12 @@ def _numbers(exits: str) -> list[int]:
     return numbers
 
 
-def _causal_model(folder: Path, device: str) -> Any:
+def _causal_model(folder: Path, device: str, dtype: str) -> Any:
+    import torch
     from transformers import AutoModelForCausalLM
 
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=_dtype_of(folder)).to(device).eval()
+    wanted = _dtype_of(folder) if dtype == "auto" else getattr(torch, dtype)
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=wanted).to(device).eval()
 
 
 class _Source:

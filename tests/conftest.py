@@ -47,7 +47,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """All that asks the engines of the session stays in one lane, so that they are started once."""
     for item in items:
-        if item.get_closest_marker("engine"):
+        if LANE and item.get_closest_marker("engine"):
             shared = {"plain_llm", "tested_llm", "hybrid_llm"} & set(getattr(item, "fixturenames", ()))
             item.add_marker(pytest.mark.xdist_group("session" if shared else item.path.stem))
 

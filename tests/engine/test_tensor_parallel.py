@@ -94,3 +94,13 @@ def test_two_workers_draft_with_a_model(slice_dir: str, expected: list[list[int]
     assert counters[0]["fallbacks:proposer_error"] == 0
     # Most steps put out a path of four and the target's own.
     assert counters[0]["spec_emitted_tokens"] > 3 * counters[0]["spec_steps"]
+
+
+def test_two_workers_begin_behind_an_exit(slice_dir: str, expected: list[list[int]], tmp_path: Path) -> None:
+    """Each has half of what an exit handed out, and all exits are asked what they would have said."""
+    method = {"method": "del", "exits": [1], "num_speculative_tokens": 4, "watch_every": 2, "budget": "fixed"}
+    actual, counters = run(slice_dir, method, tmp_path / "exits")
+    assert_same_outputs(expected, actual)
+    assert counters[1] == {}
+    assert counters[0]["fallbacks:proposer_error"] == 0
+    assert counters[0]["spec_accepted_tokens"] > 20

@@ -2,7 +2,7 @@
 """The invariants of batched speculation (EQSPEC, arXiv 2510.22876), watched inside the worker at every step.
 
 Numbered as below; 6 (a request's own sampler state) and 12 (logprobs) are test_sampling_matrix.py, 9 (preemption,
-chunked prompts, reused prefixes) is test_stress.py, and 7 (the draft model's cache) waits for a draft model.
+chunked prompts, reused prefixes) is test_stress.py, and 7 (the draft model's cache) is test_companion.py.
 
 1. A row's position is the number of tokens before it on its path.
 2. At a step's end the KV cache holds exactly the committed tokens but the last, as plain decoding computes them.

@@ -3,13 +3,14 @@
 
 Every so often a verified step tells, for each exit, the token it would have put out at each position (its shadow
 token). How often that is the target's own, recent steps counting more, estimates the chance ``a`` that a token drafted
-there is accepted; a chain of ``d`` such tokens puts out ``(1 - a^(d + 1)) / (1 - a)`` in expectation. The exit and the
-length with the most tokens for their cost are taken.
+there is accepted; for the exit that drafts, what becomes of its drafts tells it at every other step too. A chain of
+``d`` such tokens puts out ``(1 - a^(d + 1)) / (1 - a)`` in expectation. The exit and the length with the most tokens
+for their cost are taken.
 
 Source: "DEL: Context-Aware Dynamic Exit Layer for Efficient Self-Speculative Decoding", arXiv 2504.05598: shadow
 tokens, decayed acceptance, tokens per layer. Deviations, ours: measured seconds in the place of loaded layers where
 there is a budget; a request starts from what others have shown; requests of a step share exit and length, the sum of
-their tokens counts; shadows of some steps only.
+their tokens counts; shadows of some steps only, and of the others what became of the drafts.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import numpy.typing as npt
 
 Float64 = npt.NDArray[np.float64]
 
-DECAY = 0.95  # of a request's own evidence, a watched step
+DECAY = 0.95  # of a request's own evidence of an exit, each time there is new
 COMMON_DECAY = 0.99  # of all requests' together
 PRIOR = 6.0  # positions' worth of trust in what others have shown
 FIRST = 0.3  # believed of every exit before anything is known, with the weight of FIRST_WEIGHT positions
@@ -47,10 +48,9 @@ class ExitChoice:
 
     def __init__(self, num_exits: int, max_drafted: int) -> None:
         self.num_exits, self.max_drafted = num_exits, max_drafted
-        self._hits: dict[str, Float64] = {}
-        self._trials: dict[str, float] = {}
-        self._common_hits = np.full(num_exits, FIRST * FIRST_WEIGHT)
-        self._common_trials = FIRST_WEIGHT
+        # By request, and of all: tokens that were the target's own, and tokens seen; float64 `[2, num_exits]`.
+        self._seen: dict[str, Float64] = {}
+        self._common = FIRST_WEIGHT * np.array([[FIRST] * num_exits, [1.0] * num_exits])
 
     def observe(self, request_id: str, shadows: npt.NDArray[np.int32], target: Sequence[int]) -> None:
         """Learn from one verified step.
@@ -62,22 +62,34 @@ class ExitChoice:
             target: ``[num_rows]``, what the target has put out there.
         """
         hits = (shadows == np.asarray(target)).sum(1)
-        self._hits[request_id] = DECAY * self._hits.get(request_id, 0.0) + hits
-        self._trials[request_id] = DECAY * self._trials.get(request_id, 0.0) + len(target)
-        self._common_hits = COMMON_DECAY * self._common_hits + hits
-        self._common_trials = COMMON_DECAY * self._common_trials + len(target)
+        self._learn(request_id, slice(None), hits, len(target))
+
+    def observe_drafts(self, request_id: str, exit_index: int, drafted: int, accepted: int) -> None:
+        """Learn from a step without shadows: of the exit that drafted alone, up to its first rejected token.
+
+        Args:
+            request_id: whose.
+            exit_index: of the exit.
+            drafted: tokens of the chain that were verified, at least one.
+            accepted: of these.
+        """
+        self._learn(request_id, slice(exit_index, exit_index + 1), accepted, min(accepted + 1, drafted))
+
+    def _learn(self, request_id: str, exits: slice, hits: npt.NDArray[np.int64] | int, trials: int) -> None:
+        seen = self._seen.setdefault(request_id, np.zeros((2, self.num_exits)))
+        for counts, decay in ((seen, DECAY), (self._common, COMMON_DECAY)):
+            counts[:, exits] *= decay
+            counts[0, exits] += hits
+            counts[1, exits] += trials
 
     def finish(self, request_id: str) -> None:
         """Forget a request; what it has shown of the exits stays."""
-        self._hits.pop(request_id, None)
-        self._trials.pop(request_id, None)
+        self._seen.pop(request_id, None)
 
     def acceptance(self, request_id: str) -> Float64:
         """float64 ``[num_exits]``: the chance that a token drafted there is accepted."""
-        common = self._common_hits / self._common_trials
-        found: Float64 = (self._hits.get(request_id, 0.0) + PRIOR * common) / (
-            self._trials.get(request_id, 0.0) + PRIOR
-        )
+        hits, trials = self._seen.get(request_id, np.zeros((2, self.num_exits)))
+        found: Float64 = (hits + PRIOR * self._common[0] / self._common[1]) / (trials + PRIOR)
         return found
 
     def tokens(self, request_ids: Sequence[str]) -> Float64:

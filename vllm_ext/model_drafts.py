@@ -174,21 +174,21 @@ class ModelDrafts:
         if isinstance(self.budget, DraftBudget):
             self.budget.observe(sizes.tolist(), [[row - 1 for row in path] for path in trees.accepted])
         exits = self.early_exit
-        if self._choice is None or exits is None or not exits.watched:
+        if self._choice is None or exits is None:
             return
         # Rows whose input the target has confirmed: what it says there counts.
         rows = [
             [start + row for row in (0, *path)][: len(tokens)]
             for start, path, tokens in zip(trees.row_start.tolist(), trees.accepted, sampled, strict=False)
         ]
-        shadows = exits.shadows([row for of_request in rows for row in of_request])
-        if shadows is None:
-            return
+        shadows = exits.shadows([row for of_request in rows for row in of_request]) if exits.watched else None
         end = 0
-        for name, of_request, tokens in zip(request_ids, rows, sampled, strict=True):
+        for index, (name, of_request, tokens) in enumerate(zip(request_ids, rows, sampled, strict=True)):
             end += len(of_request)
-            if of_request:
+            if of_request and shadows is not None:
                 self._choice.observe(name, shadows[:, end - len(of_request) : end], tokens)
+            elif of_request and sizes[index]:
+                self._choice.observe_drafts(name, exits.choice, int(sizes[index]), len(of_request) - 1)
 
     def record_step(self, seconds: float, rows: int, batch_size: int, context_tokens: int) -> None:
         """Learn from the clock of a step without prompt tokens; the draft's time is not in it."""

@@ -46,6 +46,17 @@ def test_a_constant_rate_is_reproduced_whatever_the_decay() -> None:
     assert choice.acceptance("a") == pytest.approx([0.5, 1.0], abs=1e-3)
 
 
+def test_drafts_tell_what_shadows_would() -> None:
+    """What follows the first rejected token was drafted after another text than the target's: it is no evidence."""
+    choice, rng, rate = ExitChoice(3, 4), np.random.default_rng(0), 0.6
+    before, seen = choice.acceptance("a"), []
+    for _ in range(4000):
+        right = rng.random(4) < rate
+        choice.observe_drafts("a", 1, 4, int(np.argmin(right)) if not right.all() else 4)
+        seen.append(choice.acceptance("a"))
+    assert np.mean(seen[200:], axis=0) == pytest.approx([before[0], rate, before[2]], abs=0.02)
+
+
 def test_requests_have_evidence_of_their_own_and_new_ones_that_of_all() -> None:
     choice = ExitChoice(1, 4)
     for _ in range(100):

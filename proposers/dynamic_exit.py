@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DEL: early exit whose exit and length are chosen anew each step (`exit_choice`), and that stops when it is unsure.
+"""DEL: early exit whose exit and length are chosen anew each step (`exit_choice`), and that stops where it is unsure.
 
 Source: "DEL: Context-Aware Dynamic Exit Layer for Efficient Self-Speculative Decoding", arXiv 2504.05598. The paper's
-rule for stopping was not found in full; ours: below the middle between what accepted and rejected tokens of an exit
-were given, both recent means.
+rule for stopping was not found in full; ours (as SpecDec++, arXiv 2405.19715, which trains a head to tell): one more
+token is drafted while the chance that it is accepted is worth its cost, at the rate the step has anyway. The chance is
+that of the path so far, by what the exit's probabilities have been worth, times the exit's mean.
 """
 
 from __future__ import annotations
@@ -14,13 +15,15 @@ from typing import ClassVar
 import numpy as np
 from pydantic import Field, field_validator
 
+from vllm_ext.kernels.sparse import Float64
 from vllm_ext.proposers.base import MAX_SPECULATIVE_TOKENS, MethodOptions, Request, VerifiedRows
 from vllm_ext.proposers.self_draft import HeadOptions, SelfDraftOptions, SelfDraftProposer
 from vllm_ext.proposers.tree import DraftTree
 
 MOST_EXITS = 6  # by default: each is a piece of the model to compile
-RATE = 0.05  # of the running means
-ACCEPTED, REJECTED = 0.8, 0.0  # before any is seen: as good as no threshold, when the second is 0
+CLASSES = 8  # of probabilities, equally wide
+DECAY = 0.99  # of what is known of a class, each time there is new
+PRIOR = 2.0  # tokens' worth of trust in the probabilities as they are
 
 
 class DynamicExitOptions(HeadOptions, SelfDraftOptions):
@@ -62,9 +65,9 @@ class DynamicExit(SelfDraftProposer):
     def __init__(self, options: DynamicExitOptions) -> None:
         super().__init__(options)
         self.exit_layer = 0  # set by the adapter: the one that drafts
-        self._means: dict[
-            int, list[float]
-        ] = {}  # by exit: of rejected tokens' probabilities, of accepted ones'
+        self.least_worth = 0.0  # set by the adapter: see `SelfDraftProposer`
+        # By exit, of each class of probabilities: tokens accepted, and tokens seen; float64 `[2, CLASSES]`.
+        self._known: dict[int, Float64] = {}
         self._drafted: dict[
             str, tuple[int, list[float]]
         ] = {}  # by request, its exit and its nodes' probabilities
@@ -81,10 +84,14 @@ class DynamicExit(SelfDraftProposer):
         """See `SelfDraftProposer`: a chain."""
         return 1
 
-    def least_sure(self) -> float:
-        """See `SelfDraftProposer`: the threshold of the exit in use."""
-        rejected, accepted = self._means.get(self.exit_layer, (REJECTED, ACCEPTED))
-        return 0.5 * (rejected + accepted) if rejected > 0.0 else 0.0
+    def worth(self, probability: float) -> float:
+        """See `SelfDraftProposer`: how often tokens of such probabilities were accepted, of the exit in use."""
+        accepted, seen = self._of(self.exit_layer)[:, _class_of(probability)].tolist()
+        return float(accepted / seen)
+
+    def _of(self, exit_layer: int) -> Float64:
+        centres = (np.arange(CLASSES) + 0.5) / CLASSES
+        return self._known.setdefault(exit_layer, PRIOR * np.array([centres, np.ones(CLASSES)]))
 
     def propose(self, requests: Sequence[Request]) -> list[DraftTree]:
         """See `Proposer.propose`."""
@@ -100,13 +107,17 @@ class DynamicExit(SelfDraftProposer):
         for index, request_id in enumerate(rows.request_ids):
             exit_layer, sure = self._drafted.pop(request_id, (0, []))
             accepted = rows.accepted[rows.row_start[index] + 1 : rows.row_start[index + 1]].tolist()
-            for right, value in zip(accepted, sure, strict=False):
-                means = self._means.setdefault(exit_layer, [REJECTED, ACCEPTED])
-                before = means[right]
-                means[right] = before + RATE * (value - before) if before > 0.0 else value
+            for right, probability in zip(accepted, sure, strict=False):
+                known = self._of(exit_layer)[:, _class_of(probability)]
+                known *= DECAY
+                known += (float(right), 1.0)
                 if not right:
                     break
 
     def finish(self, request_id: str) -> None:
         """See `Proposer.finish`."""
         self._drafted.pop(request_id, None)
+
+
+def _class_of(probability: float) -> int:
+    return min(int(probability * CLASSES), CLASSES - 1)

@@ -26,6 +26,7 @@ class ExitBudget:
     def __init__(self, choice: ExitChoice) -> None:
         self.choice = choice
         self.exit = 0  # the one that drafts
+        self.least_worth = 0.0  # of a path: below less no more is drafted
         self.cost = StepCost()  # of the whole model
         self.pass_costs = [StepCost() for _ in range(choice.num_exits)]
         self.rest_costs = [StepCost() for _ in range(choice.num_exits)]
@@ -34,7 +35,7 @@ class ExitBudget:
         self._state: dict[str, float] = {}
 
     def plan(self, request_ids: Sequence[str], context_tokens: int) -> int:
-        """How many tokens to draft for each request of the next step; at which exit is then in ``exit``.
+        """Most tokens to draft for each request of the next step; how is then in ``exit`` and ``least_worth``.
 
         Args:
             request_ids: of those that decode, at least one.
@@ -51,13 +52,15 @@ class ExitBudget:
         if best:
             self.exit, length = divmod(best - 1, self.choice.max_drafted)
             length += 1
+            more = float(np.diff((draft + rest)[self.exit, :2]).sum())
+            self.least_worth = self.choice.least_worth(request_ids, self.exit, float(rate[best]), more)
         self._state = {
             "step_seconds": float(seconds[best]),
             "nodes_per_request": float(length),
             "gain": float(rate[best] / rate[0]),
             "draft_seconds": float(draft[self.exit, length - 1]) if length else 0.0,
         }
-        return length
+        return self.choice.max_drafted if length else 0
 
     def _seconds(self, batch_size: int, context_tokens: int) -> tuple[Float64, Float64]:
         """Of drafting and of verifying, float64 ``[num_exits, max_drafted]`` both."""

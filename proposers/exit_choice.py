@@ -99,8 +99,20 @@ class ExitChoice:
         tokens: Float64 = expected_tokens(acceptance[:, :, None], lengths).sum(0)
         return tokens
 
-    def best(self, request_ids: Sequence[str], cost: npt.ArrayLike) -> tuple[int, int]:
-        """The exit and length with the most tokens for their cost.
+    def least_worth(self, request_ids: Sequence[str], exit_index: int, rate: float, more: float) -> float:
+        """The chance of a path from which on one more token pays.
+
+        Args:
+            request_ids: those of the step.
+            exit_index: of the exit that drafts.
+            rate: tokens for their cost, of the step as it is.
+            more: what one more token for each request costs.
+        """
+        accepted = sum(float(self.acceptance(request_id)[exit_index]) for request_id in request_ids)
+        return rate * more / accepted
+
+    def best(self, request_ids: Sequence[str], cost: npt.ArrayLike) -> tuple[int, int, float]:
+        """The exit and length with the most tokens for their cost, and how many these are.
 
         Args:
             request_ids: those of the step.
@@ -108,7 +120,7 @@ class ExitChoice:
         """
         rate = self.tokens(request_ids) / np.asarray(cost)
         choice, length = np.unravel_index(int(rate.argmax()), rate.shape)
-        return int(choice), int(length)
+        return int(choice), int(length), float(rate.max())
 
 
 def loaded_layers(exits: Sequence[int], num_layers: int, max_drafted: int) -> Float64:

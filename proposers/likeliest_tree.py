@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -19,7 +19,8 @@ class LikeliestTree(TreeBuilder):
         max_depth: deepest nodes.
         asked_per_node: for each of them, after how many the distribution may be asked for.
         width: most children of a node; 1 is a chain.
-        least_sure: below nodes that are less probable than this, given their parents, nothing is asked for.
+        worth: of a node's probability, given its parents, the chance that it is accepted if they are.
+        least_worth: below nodes whose chance, their parents' times their own, is less, nothing is asked for.
     """
 
     def __init__(
@@ -28,13 +29,15 @@ class LikeliestTree(TreeBuilder):
         max_depth: int,
         asked_per_node: int = ASKED_PER_NODE,
         width: int | None = None,
-        least_sure: float = 0.0,
+        worth: Callable[[float], float] = lambda probability: probability,
+        least_worth: float = 0.0,
     ) -> None:
         super().__init__()
         self.values: list[float] = []  # path probabilities, in no order
         self._num_nodes, self._max_depth = num_nodes, min(max_depth, num_nodes)
-        self._width, self._least_sure = min(width or num_nodes, num_nodes), least_sure
-        self._unsure: set[int] = set()
+        self._width = min(width or num_nodes, num_nodes)
+        self._worth, self._least_worth = worth, least_worth
+        self._chances: list[float] = []  # by node
         self._room = asked_per_node * num_nodes  # nodes that may still be asked for
         self._wanted = [ROOT] if num_nodes > 0 and max_depth > 0 else []
 
@@ -47,17 +50,16 @@ class LikeliestTree(TreeBuilder):
         first = len(self.tokens)
         for node, row in zip(self._wanted, rows, strict=True):
             self.q[node] = row
-            above = self.values[node] if node != ROOT else 1.0
+            above, chance = (self.values[node], self._chances[node]) if node != ROOT else (1.0, 1.0)
             for place in np.lexsort((row.ids, -row.q))[: self._width].tolist():
                 if row.q[place] > 0.0:
-                    child = self.add(int(row.ids[place]), node)
+                    self.add(int(row.ids[place]), node)
                     self.values.append(above * float(row.q[place]))
-                    if row.q[place] < self._least_sure:
-                        self._unsure.add(child)
+                    self._chances.append(chance * self._worth(float(row.q[place])))
         self._wanted = []
         if len(self.tokens) > first and self.depth(first) < self._max_depth:
             # What is not among the best now is not in the tree, and nothing below it.
-            best = [node for node in self.kept() if node >= first and node not in self._unsure]
+            best = [n for n in self.kept() if n >= first and self._chances[n] >= self._least_worth]
             self._wanted = best[: share(self._room)]
             self._room -= len(self._wanted)
 

@@ -54,14 +54,15 @@ class SelfDraftProposer(DraftModelProposer):
     """Likeliest nodes for every request."""
 
     Options: ClassVar[type[MethodOptions]] = ShapeOptions
+    least_worth = 1.0  # of a path: below less nothing is drafted
 
     def width(self) -> int:
         """Most children of a node."""
         return int(self.options.width)
 
-    def least_sure(self) -> float:
-        """Below nodes that the draft gives less than this probability nothing is drafted in this step."""
-        return float(self.options.least_sure)
+    def worth(self, probability: float) -> float:
+        """The chance that a node of this probability is accepted, given its parents: here whether it is sure enough."""
+        return float(probability >= self.options.least_sure)
 
     def drawn(self, num_nodes: int, max_depth: int) -> TreeBuilder:
         """See `DraftModelProposer`: nothing is."""
@@ -69,4 +70,4 @@ class SelfDraftProposer(DraftModelProposer):
 
     def chosen(self, num_nodes: int, max_depth: int) -> TreeBuilder:
         """See `DraftModelProposer`. Leaves need slots too, so no more nodes are asked about than the tree has."""
-        return LikeliestTree(num_nodes, max_depth, 1, self.width(), self.least_sure())
+        return LikeliestTree(num_nodes, max_depth, 1, self.width(), self.worth, self.least_worth)

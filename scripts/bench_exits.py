@@ -67,17 +67,16 @@ def fix(worker: Any, choice: int, length: int) -> None:
     """One exit and length for all steps; a negative choice gives it back to the method."""
     drafts = worker.model_runner.drafter.model_drafts
     drafts.__dict__.pop("plan", None)
-    drafts.proposer.__dict__.pop("least_sure", None)
     if choice >= 0:
         own = drafts.plan
 
         def plan(request_ids: Any, context_tokens: int, most: int) -> int:
             own(request_ids, context_tokens, most)
             drafts.early_exit.choice = choice
+            drafts.proposer.least_worth = 0.0
             return min(length, most)
 
         drafts.plan = plan
-        drafts.proposer.least_sure = lambda: 0.0
 
 
 def layers_loaded(worker: Any) -> int:

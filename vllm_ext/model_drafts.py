@@ -113,21 +113,23 @@ class ModelDrafts:
             context_tokens: tokens in the KV cache, of them together.
             most: allowed by the scheduler.
         """
-        choice, nodes = 0, most
+        choice, nodes, least_worth = 0, most, 0.0
         if request_ids and isinstance(self.budget, ExitBudget):
             nodes = self.budget.plan(request_ids, context_tokens)
-            choice = self.budget.exit
+            choice, least_worth = self.budget.exit, self.budget.least_worth
         elif request_ids and isinstance(self.budget, DraftBudget):
             nodes = self.budget.plan(len(request_ids), context_tokens)
         elif request_ids and self._choice is not None:
-            choice, nodes = self._choice.best(request_ids, self._layers)
-            nodes = max(nodes, 1)
+            choice, _, rate = self._choice.best(request_ids, self._layers)
+            more = self.early_exit.exits[choice] if self.early_exit is not None else 0
+            least_worth = self._choice.least_worth(request_ids, choice, rate, more)
         if self._config.parallel_config.world_size > 1:
-            choice, nodes = get_tp_group().broadcast_object((choice, nodes), src=0)
+            choice, nodes, least_worth = get_tp_group().broadcast_object((choice, nodes, least_worth), src=0)
         if self.early_exit is not None:
             self.early_exit.choice = choice
             if isinstance(self.proposer, DynamicExit):
                 self.proposer.exit_layer = self.early_exit.exits[choice]
+                self.proposer.least_worth = least_worth
         return min(nodes, most)
 
     def propose(

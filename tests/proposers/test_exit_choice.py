@@ -35,7 +35,9 @@ def test_a_known_profile_has_a_known_best() -> None:
         ((e, d) for e in range(4) for d in range(longest + 1)),
         key=lambda c: sum(acceptance[c[0]] ** i for i in range(c[1] + 1)) / (c[1] * exits[c[0]] + layers),
     )
-    assert choice.best(["a"], loaded_layers(exits, layers, longest)) == best
+    *found, rate = choice.best(["a"], loaded_layers(exits, layers, longest))
+    assert tuple(found) == best
+    assert rate == choice.tokens(["a"])[best] / (best[1] * exits[best[0]] + layers)
     assert best[0] == 1  # not the exit that is right most often
 
 
@@ -55,6 +57,19 @@ def test_drafts_tell_what_shadows_would() -> None:
         choice.observe_drafts("a", 1, 4, int(np.argmin(right)) if not right.all() else 4)
         seen.append(choice.acceptance("a"))
     assert np.mean(seen[200:], axis=0) == pytest.approx([before[0], rate, before[2]], abs=0.02)
+
+
+def test_one_more_token_pays_from_its_worth_on() -> None:
+    """Of a step with several requests, more is for all of them, and so are the tokens."""
+    choice = ExitChoice(2, 4)
+    for name, rate in (("a", 0.5), ("b", 0.75)):
+        for _ in range(2000):
+            choice.observe(
+                name, np.array([[0] * 4, [1] * round(4 * rate) + [0] * round(4 - 4 * rate)]), [1] * 4
+            )
+    # 0.04 tokens a layer; 8 layers more cost 0.32 tokens, and bring the path's chance times 0.5, or 1.25 of both.
+    assert choice.least_worth(["a"], 1, 0.04, 8.0) == pytest.approx(0.64, rel=0.1)
+    assert choice.least_worth(["a", "b"], 1, 0.04, 8.0) == pytest.approx(0.256, rel=0.1)
 
 
 def test_requests_have_evidence_of_their_own_and_new_ones_that_of_all() -> None:

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import numpy as np
@@ -76,21 +75,32 @@ def verified(tree: Any, right: int) -> VerifiedRows:
     )
 
 
-def test_the_threshold_is_between_accepted_and_rejected_tokens() -> None:
+def test_probabilities_are_worth_what_they_were() -> None:
     proposer = make("del", num_speculative_tokens=4)
     proposer.exit_layer = 3
-    assert proposer.least_sure() == 0.0
-    means = []
-    for _ in range(300):
+    before = [proposer.worth(value) for value in (0.05, 0.5, 1.0)]
+    assert before == pytest.approx([1 / 16, 9 / 16, 15 / 16])  # the middles of their classes
+    for _ in range(600):
         (tree,) = proposer.propose([request("a")])
-        right = min(1, len(tree) - 1)
-        paths = [1.0, *tree.probabilities.tolist()]
-        own = [b / a for a, b in itertools.pairwise(paths)]
-        means.append((own[0], own[right]))
-        proposer.observe(verified(tree, right))
-    assert proposer.least_sure() > 0.0
-    proposer.exit_layer = 5  # of which nothing is known
-    assert proposer.least_sure() == 0.0
+        proposer.observe(verified(tree, right=1))
+    first, second = np.array([1.0, *tree.probabilities])[1:3] / np.array([1.0, *tree.probabilities])[:2]
+    assert int(8 * first) != int(8 * second)
+    assert proposer.worth(float(first)) > 0.97  # always accepted
+    assert proposer.worth(float(second)) < 0.03  # never; of those behind it nothing is known
+    proposer.exit_layer = 5
+    assert [proposer.worth(value) for value in (0.05, 0.5, 1.0)] == before
     proposer.propose([request("a")])
     proposer.finish("a")
     assert not proposer._drafted
+
+
+def test_a_chain_ends_where_one_more_token_does_not_pay() -> None:
+    proposer = make("del", num_speculative_tokens=8)
+    (whole,) = proposer.propose([request("a")])
+    own = whole.probabilities / np.array([1.0, *whole.probabilities[:-1]])
+    chances = np.cumprod([proposer.worth(float(value)) for value in own])
+    for length in (1, 3, 6):
+        proposer.least_worth = float(chances[length - 1] + chances[length - 2]) / 2 if length > 1 else 1.0
+        (tree,) = proposer.propose([request("a")])
+        assert len(tree) == length
+        assert tree.tokens.tolist() == whole.tokens.tolist()[:length]

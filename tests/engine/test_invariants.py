@@ -147,7 +147,7 @@ def read_kv(worker: Any) -> list[Any]:
 
 
 def poison(worker: Any) -> None:
-    """In each step, before the next one's drafts may be written there, overwrite every slot behind the committed tokens."""
+    """In each step, before new drafts may be written there, overwrite every slot behind the committed tokens."""
     from vllm_ext.kernels.kv_layouts import vec_layout
 
     runner = worker.model_runner

@@ -12,7 +12,7 @@ from importlib import metadata
 from importlib.util import find_spec
 from typing import Literal
 
-from vllm_ext import __version__
+from vllm_ext import __version__, cpu
 
 Status = Literal["ok", "warn", "fail"]
 
@@ -171,6 +171,8 @@ def _runtime() -> Iterator[Check]:
 
     if not current_platform.is_cpu():
         return
+    if cpu.emulates_bfloat16():
+        yield Check("warn", "bfloat16", cpu.EMULATED, cpu.WAY_OUT)
     preload = os.environ.get("LD_PRELOAD", "")
     for library in ("libtcmalloc", "libiomp5"):
         if library not in preload:

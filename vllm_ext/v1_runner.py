@@ -23,7 +23,7 @@ from vllm.logger import init_logger
 from vllm.utils.torch_utils import PIN_MEMORY
 from vllm.v1.sample.logits_processor import BUILTIN_LOGITS_PROCESSORS, LogitsProcessors
 
-from vllm_ext import v1_attention
+from vllm_ext import cpu, v1_attention
 from vllm_ext.hidden_states import HiddenStates
 from vllm_ext.kernels.tree_attention import TreeRows
 from vllm_ext.proposers.step_cost import StepCost
@@ -101,6 +101,8 @@ class SpeculativeRunner:
         Without attention, whose share is small at short contexts and learnt from real steps.
         """
         runner: Any = self
+        if self.device.type == "cpu" and runner.dtype == torch.bfloat16 and cpu.emulates_bfloat16():
+            logger.warning("vllm-ext: %s; %s.", cpu.EMULATED, cpu.WAY_OUT)
 
         def target_pass(size: int) -> None:
             hidden_states, _ = runner._dummy_run(size)

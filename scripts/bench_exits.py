@@ -143,6 +143,7 @@ def main() -> None:
     parser.add_argument("--lengths", default="1,2,4,6")
     parser.add_argument("--heads")
     parser.add_argument("--identity", type=float)
+    parser.add_argument("--keep", type=Path, help="folder for the model of --identity; none: it is deleted")
     parser.add_argument("--max-tokens", type=int, default=96)
     parser.add_argument("--turns", type=int, default=31, help="of each pass that is timed")
     parser.add_argument("--dtype", default="bfloat16", help="float32 is faster on a CPU without AVX-512")
@@ -151,7 +152,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         model = arguments.model or Path(demo_model.ensure_model())
         if arguments.identity is not None:
-            model = near_identity(model, arguments.identity, Path(folder))
+            model = near_identity(model, arguments.identity, arguments.keep or Path(folder))
         settings = Settings(
             model=str(model),
             prompt_files=tuple(arguments.prompts),

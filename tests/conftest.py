@@ -21,11 +21,6 @@ os.environ.setdefault(
     "VLLM_ALLOW_INSECURE_SERIALIZATION", "1"
 )  # a mutation is sent to a worker as a function
 
-LANE = os.environ.get("PYTEST_XDIST_WORKER", "")  # gw0, gw1: of `make test`
-if LANE:
-    cores = sorted(os.sched_getaffinity(0))
-    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", str(cores[int(LANE[2:]) % len(cores)]))
-
 SHUTDOWN_SECONDS = 30  # after which an engine is killed; it takes 5 to 10
 ENGINE_OPTIONS: dict[str, Any] = {
     "dtype": "float32",
@@ -41,15 +36,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--method",
         help="name or JSON object: what the engine tests test in the place of Token Recycling, see scripts/matrix.sh",
     )
-
-
-@pytest.hookimpl(tryfirst=True)  # lanes read the groups in this hook too
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """All that asks the engines of the session stays in one lane, so that they are started once."""
-    for item in items:
-        if LANE and item.get_closest_marker("engine"):
-            shared = {"plain_llm", "tested_llm", "hybrid_llm"} & set(getattr(item, "fixturenames", ()))
-            item.add_marker(pytest.mark.xdist_group("session" if shared else item.path.stem))
 
 
 @pytest.fixture(scope="session")

@@ -9,6 +9,7 @@ that of the path so far, by what the exit's probabilities have been worth, times
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import ClassVar
 
@@ -67,7 +68,7 @@ class DynamicExit(SelfDraftProposer):
         self.exit_layer = 0  # set by the adapter: the one that drafts
         self.least_worth = 0.0  # set by the adapter: see `SelfDraftProposer`
         # By exit, of each class of probabilities: tokens accepted, and tokens seen; float64 `[2, CLASSES]`.
-        self._known: dict[int, Float64] = {}
+        self._known: defaultdict[int, Float64] = defaultdict(_unknown)
         self._drafted: dict[
             str, tuple[int, list[float]]
         ] = {}  # by request, its exit and its nodes' probabilities
@@ -86,12 +87,8 @@ class DynamicExit(SelfDraftProposer):
 
     def worth(self, probability: float) -> float:
         """See `SelfDraftProposer`: how often tokens of such probabilities were accepted, of the exit in use."""
-        accepted, seen = self._of(self.exit_layer)[:, _class_of(probability)].tolist()
+        accepted, seen = self._known[self.exit_layer][:, _class_of(probability)].tolist()
         return float(accepted / seen)
-
-    def _of(self, exit_layer: int) -> Float64:
-        centres = (np.arange(CLASSES) + 0.5) / CLASSES
-        return self._known.setdefault(exit_layer, PRIOR * np.array([centres, np.ones(CLASSES)]))
 
     def propose(self, requests: Sequence[Request]) -> list[DraftTree]:
         """See `Proposer.propose`."""
@@ -108,7 +105,7 @@ class DynamicExit(SelfDraftProposer):
             exit_layer, sure = self._drafted.pop(request_id, (0, []))
             accepted = rows.accepted[rows.row_start[index] + 1 : rows.row_start[index + 1]].tolist()
             for right, probability in zip(accepted, sure, strict=False):
-                known = self._of(exit_layer)[:, _class_of(probability)]
+                known = self._known[exit_layer][:, _class_of(probability)]
                 known *= DECAY
                 known += (float(right), 1.0)
                 if not right:
@@ -117,6 +114,11 @@ class DynamicExit(SelfDraftProposer):
     def finish(self, request_id: str) -> None:
         """See `Proposer.finish`."""
         self._drafted.pop(request_id, None)
+
+
+def _unknown() -> Float64:
+    centres = (np.arange(CLASSES) + 0.5) / CLASSES
+    return PRIOR * np.array([centres, np.ones(CLASSES)])
 
 
 def _class_of(probability: float) -> int:

@@ -121,7 +121,7 @@ class ModelDrafts:
             nodes = self.budget.plan(len(request_ids), context_tokens)
         elif request_ids and self._choice is not None:
             choice, _, rate = self._choice.best(request_ids, self._layers)
-            more = self.early_exit.exits[choice] if self.early_exit is not None else 0
+            more = float(self._layers[choice, 1] - self._layers[choice, 0])
             least_worth = self._choice.least_worth(request_ids, choice, rate, more)
         if self._config.parallel_config.world_size > 1:
             choice, nodes, least_worth = get_tp_group().broadcast_object((choice, nodes, least_worth), src=0)

@@ -190,7 +190,9 @@ def _causal_model(folder: Path, device: str, dtype: str) -> Any:
     import torch
     from transformers import AutoModelForCausalLM
 
-    wanted = _dtype_of(folder) if dtype == "auto" else getattr(torch, dtype)
+    wanted = _dtype_of(folder) if dtype == "auto" else getattr(torch, dtype, None)
+    if not isinstance(wanted, torch.dtype):
+        raise ValueError(f"--dtype={dtype!r} is not allowed; allowed: auto, bfloat16, float16, float32")
     return AutoModelForCausalLM.from_pretrained(folder, dtype=wanted).to(device).eval()
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import slices
 from helpers import MAX_MODEL_LEN
 
 # Read by vLLM when it is imported and inherited by every engine the tests start.
@@ -38,6 +39,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if {"plain_llm", "tested_llm", "hybrid_llm"} & set(getattr(item, "fixturenames", ())):
+            item.add_marker("shared")
+
+
 @pytest.fixture(scope="session")
 def tested_method(request: pytest.FixtureRequest) -> dict[str, Any]:
     """The method of `tested_llm`."""
@@ -63,37 +70,8 @@ def model_dir() -> str:
 
 @pytest.fixture(scope="session")
 def slice_dir(model_dir: str, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Two layers of the model and 8 of its 9 heads: fast to compile, and what two workers can share."""
-    from safetensors.torch import load_file, save_file
-
-    source, target = Path(model_dir), tmp_path_factory.mktemp("slice")
-    heads, kv_heads, layers = 8, 2, 2
-    config = json.loads((source / "config.json").read_text())
-    head = config["hidden_size"] // config["num_attention_heads"]
-    config |= {
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "head_dim": head,
-    }
-    weights = {}
-    for name, value in load_file(source / "model.safetensors").items():
-        parts = name.split(".")
-        if parts[1] == "layers" and int(parts[2]) >= layers:
-            continue
-        if "q_proj" in name:
-            value = value[: heads * head]
-        elif "k_proj" in name or "v_proj" in name:
-            value = value[: kv_heads * head]
-        elif "o_proj" in name:
-            value = value[:, : heads * head]
-        weights[name] = value.contiguous()
-    for file in source.iterdir():
-        if file.suffix in (".json", ".txt", ".jinja") and "index" not in file.name:
-            (target / file.name).write_bytes(file.read_bytes())
-    (target / "config.json").write_text(json.dumps(config))
-    save_file(weights, target / "model.safetensors", metadata={"format": "pt"})
-    return str(target)
+    """Two layers of the model and 8 of its 9 heads, which two workers can share."""
+    return slices.write(Path(model_dir), tmp_path_factory.mktemp("slice"), layers=2, heads=8, kv_heads=2)
 
 
 def engine(model_dir: str, method: dict[str, Any] | None = None, **options: Any) -> Iterator[Any]:

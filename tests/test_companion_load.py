@@ -40,9 +40,10 @@ def test_a_slice_of_the_target(model_dir: str) -> None:
     assert made.model_config.hf_config.num_hidden_layers == 30
 
 
-def test_another_model(model_dir: str, slice_dir: str) -> None:
-    made = config_for(model_dir, {"model": slice_dir})
-    assert companion_load.draft_model_config(made, DraftModelOptions(model=slice_dir)).model == slice_dir
+def test_another_model(slice_dir: str, tmp_path: Path) -> None:
+    draft = str(shutil.copytree(slice_dir, tmp_path / "draft"))
+    made = config_for(slice_dir, {"model": draft})
+    assert companion_load.draft_model_config(made, DraftModelOptions(model=draft)).model == draft
 
 
 @pytest.mark.parametrize(
@@ -80,7 +81,7 @@ def test_experts_with_data_parallelism(model_dir: str) -> None:
         companion_load.check(made, options)
 
 
-def test_another_tokenizer_or_a_smaller_vocabulary(model_dir: str, slice_dir: str, tmp_path: Path) -> None:
+def test_another_tokenizer_or_a_smaller_vocabulary(slice_dir: str, tmp_path: Path) -> None:
     other = shutil.copytree(slice_dir, tmp_path / "other")
     tokenizer = json.loads((other / "tokenizer.json").read_text())
     vocabulary = tokenizer["model"]["vocab"]
@@ -88,12 +89,12 @@ def test_another_tokenizer_or_a_smaller_vocabulary(model_dir: str, slice_dir: st
     vocabulary[names[0]], vocabulary[names[1]] = vocabulary[names[1]], vocabulary[names[0]]
     (other / "tokenizer.json").write_text(json.dumps(tokenizer))
     with pytest.raises(ValueError, match=r"its tokenizer is not .*'s; a draft model must have the target's"):
-        config_for(model_dir, {"model": str(other)})
+        config_for(slice_dir, {"model": str(other)})
     cut = shutil.copytree(slice_dir, tmp_path / "cut")
     config = json.loads((cut / "config.json").read_text())
-    (cut / "config.json").write_text(json.dumps({**config, "vocab_size": 49_000}))
-    with pytest.raises(ValueError, match=r"its vocabulary has 49000 rows, the tokenizer 49152 tokens"):
-        config_for(model_dir, {"model": str(cut)})
+    (cut / "config.json").write_text(json.dumps({**config, "vocab_size": 4_000}))
+    with pytest.raises(ValueError, match=r"its vocabulary has 4000 rows, the tokenizer 4096 tokens"):
+        config_for(slice_dir, {"model": str(cut)})
     # Padding is fine.
-    (cut / "config.json").write_text(json.dumps({**config, "vocab_size": 49_280}))
-    config_for(model_dir, {"model": str(cut)})
+    (cut / "config.json").write_text(json.dumps({**config, "vocab_size": 4_224}))
+    config_for(slice_dir, {"model": str(cut)})

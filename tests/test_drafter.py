@@ -110,6 +110,8 @@ def make_drafter(rank: int = 0, world_size: int = 1, **options: Any) -> Drafter:
                 tokenizer_revision=None,
             ),
             parallel_config=SimpleNamespace(rank=rank, data_parallel_index=0, world_size=world_size),
+            scheduler_config=SimpleNamespace(scheduler_cls="the user's"),
+            structured_outputs_config=SimpleNamespace(reasoning_parser="", enable_in_reasoning=False),
             instance_id="test",
         )
     )
@@ -215,6 +217,7 @@ def test_rows_of_a_mixed_batch(drafter: Drafter, recorder: Recorder) -> None:
         "state_save_errors": 0,
         "fallbacks:proposer_error": 0,
         "fallbacks:structured_output_chain": 0,
+        "fallbacks:no_grammar": 0,
         "fallbacks:model_chain": 0,
     }
 
@@ -328,6 +331,60 @@ def test_structured_output_gets_the_best_chain_of_a_tree(drafter: Drafter, recor
     )
     assert step(drafter, runner, [0, 0], [[4], [4]]) == [[7, 9], [7, 8, 9]]
     assert drafter.counters()["fallbacks:structured_output_chain"] == 1
+
+
+class OddTokens:
+    """In the place of `Grammars`: request "a" has a grammar, which allows odd tokens; "c" has one that never comes."""
+
+    def __init__(self) -> None:
+        self.outputs: list[list[int]] = []
+
+    def has(self, request_id: str) -> bool:
+        return request_id in ("a", "c")
+
+    def of(self, request_id: str, output: list[int]) -> str | None:
+        self.outputs.append(list(output))
+        return "odd" if request_id == "a" else None
+
+    def tree(self, grammar: str, request: Request, tree: DraftTree) -> DraftTree:
+        assert grammar == "odd"
+        return tree.where(tree.tokens % 2 == 1)
+
+    def masks(self, grammars: dict[int, str]) -> dict[int, str]:
+        return grammars
+
+    def finish(self, request_id: str) -> None: ...
+
+
+def test_a_structured_tree_is_what_its_grammar_allows(drafter: Drafter, recorder: Recorder) -> None:
+    recorder.draft = BRANCHING
+    drafter.grammars = odd = OddTokens()  # type: ignore[assignment]
+    given = params(structured_outputs=object())
+    runner = Runner({"a": ([1], [4], given), "b": ([1], [4], params()), "c": ([1], [5], given)}, [[1]] * 3)
+    assert step(drafter, runner, [0, 0, 0], [[4], [4], [5]]) == [[7, 9], [7, 8, 9], []]
+    assert odd.outputs == [[4], [5]]
+    counters = drafter.counters()
+    assert (counters["fallbacks:structured_output_chain"], counters["fallbacks:no_grammar"]) == (0, 1)
+    assert not any(request.chain for request in recorder.requests)
+
+
+def test_masks_are_of_structured_requests_with_drafts(drafter: Drafter) -> None:
+    """Not of rows that vLLM has filled up, nor of requests without drafts: the engine core masks those."""
+    given = params(structured_outputs=object())
+    runner = Runner({"b": ([1], [4], params()), "a": ([1], [4], given)}, [[4, 7], [4, 7, 9]])
+
+    def masks(drafts: list[list[int]]) -> Any:
+        tokens = np.array([token for query in drafts for token in (4, *query)], dtype=np.int32)
+        starts = np.cumsum([0, *(1 + len(query) for query in drafts)]).astype(np.int32)
+        none = np.full(2, -1, np.int32)
+        trees = StepTrees(starts, tokens, np.zeros_like(tokens), none, none, [], [])
+        return drafter.masks(runner, trees)
+
+    assert masks([[7], [7, 9]]) is None
+    drafter.grammars = OddTokens()  # type: ignore[assignment]
+    assert masks([[7], [7, 9]]) == {1: "odd"}
+    assert masks([[7], []]) is None
+    assert masks([[], [-1, -1]]) is None
 
 
 def test_a_model_without_tree_attention_gets_chains(drafter: Drafter, recorder: Recorder) -> None:

@@ -58,6 +58,36 @@ HOOKS = (
     ),
     Hook("vllm.v1.worker.gpu_worker", "Worker.init_device", ("self",), "installs our runner"),
     Hook("vllm.v1.core.sched.scheduler", "Scheduler", ("vllm_config",), "reserves a draft model's KV slots"),
+    Hook(
+        "vllm.v1.core.sched.scheduler",
+        "Scheduler.add_request",
+        ("self", "request"),
+        "tells workers which grammar backend the engine has",
+    ),
+    Hook(
+        "vllm.v1.core.sched.scheduler",
+        "Scheduler.get_grammar_bitmask",
+        ("self", "scheduler_output"),
+        "leaves the masks of trees to the worker",
+    ),
+    Hook(
+        "vllm.v1.core.sched.scheduler",
+        "Scheduler.update_draft_token_ids",
+        ("self", "draft_token_ids"),
+        "takes trees under a grammar as they are",
+    ),
+    Hook(
+        "vllm.v1.structured_output",
+        "StructuredOutputManager.grammar_init",
+        ("self", "request"),
+        "compiles grammars in the worker",
+    ),
+    Hook(
+        "vllm.v1.structured_output.request",
+        "StructuredOutputRequest.from_sampling_params",
+        ("sampling_params",),
+        "tells which requests are structured",
+    ),
     Hook("vllm.config", "VllmConfig.num_lookahead_tokens", None, "tells which slots those are"),
     Hook("vllm.v1.worker.gpu_worker", "Worker.shutdown", ("self",), "saves what was learnt"),
     Hook(

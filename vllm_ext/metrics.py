@@ -26,7 +26,7 @@ from vllm_ext import config
 logger = init_logger("vllm.vllm_ext")
 
 # Why a step of a request went on with less than the method could do: without drafts, or with a chain.
-FALLBACK_REASONS = ("proposer_error", "structured_output_chain", "model_chain")
+FALLBACK_REASONS = ("proposer_error", "structured_output_chain", "no_grammar", "model_chain")
 
 _DOCUMENTATION = {
     "spec_draft_tokens": "Draft tokens (tree nodes) verified by the target.",

@@ -57,7 +57,7 @@ def _create_engine_config(original: Any, engine_args: Any, *args: Any, **kwargs:
 
     from vllm.logger import init_logger
 
-    from vllm_ext import compat, patches, state, vocabulary
+    from vllm_ext import compat, grammars, patches, state, vocabulary
     from vllm_ext.proposers.draft_model import DraftModelOptions, PassOptions
     from vllm_ext.proposers.self_draft import SelfDraftOptions
 
@@ -99,6 +99,8 @@ def _create_engine_config(original: Any, engine_args: Any, *args: Any, **kwargs:
     }
     if isinstance(settings.options, PassOptions):
         rewritten["scheduler_cls"] = SCHEDULER_CLASS
+    elif engine_args.scheduler_cls is None:
+        rewritten["scheduler_cls"] = grammars.SCHEDULER_CLASS
     # The caller's EngineArgs keep what the user wrote, so that a second call sees the same.
     saved = {name: getattr(engine_args, name) for name in rewritten}
     for name, value in rewritten.items():

@@ -17,6 +17,7 @@ from vllm.logger import init_logger
 
 from vllm_ext import config, metrics, request_facts
 from vllm_ext.draft_export import TOP_K, Export
+from vllm_ext.grammars import Grammar, Grammars, Masks, in_worker
 from vllm_ext.kernels.top_k import top_k_ids
 from vllm_ext.model_drafts import ModelDrafts
 from vllm_ext.proposers.base import Request, Sampling, VerifiedRows, chains_where_asked
@@ -48,6 +49,8 @@ class Drafter:
         self.model_drafts: ModelDrafts | None = None
         if isinstance(self.proposer, DraftModelProposer):
             self.model_drafts = ModelDrafts(vllm_config, self.proposer)
+        # None: structured requests have chains, which the engine core masks.
+        self.grammars = Grammars(vllm_config) if in_worker(vllm_config) else None
         # On all ranks alike: what is tapped decides how greedy tokens are found.
         self._exports = False
         self._export: Export | None = None  # rank 0's
@@ -171,6 +174,8 @@ class Drafter:
                     proposals = self.model_drafts.propose(runner, trees, requests, sampled)
                 else:
                     proposals = chains_where_asked(requests, self.proposer.propose(requests))
+                    if self.grammars is not None:
+                        proposals = self._under_grammars(self.grammars, runner, requests, proposals)
                 self._memory.touch()
             sizes = self._sizes(requests, proposals)
             for request, slot, tree, size in zip(requests, slots, proposals, sizes, strict=True):
@@ -209,11 +214,41 @@ class Drafter:
         logger.exception("vllm-ext: %s", what)
         self._count({"fallbacks:proposer_error": 1})
 
+    def _under_grammars(
+        self, grammars: Grammars, runner: Any, requests: list[Request], trees: list[DraftTree]
+    ) -> list[DraftTree]:
+        """The trees, of structured requests what the grammar allows and demands."""
+        result = list(trees)
+        for place, (request, tree) in enumerate(zip(requests, trees, strict=True)):
+            if grammars.has(request.request_id):
+                output = runner.requests[request.request_id].output_token_ids
+                grammar = grammars.of(request.request_id, output)
+                if grammar is None:
+                    result[place] = DraftTree.empty()
+                    self._count({"fallbacks:no_grammar": 1})
+                else:
+                    result[place] = grammars.tree(grammar, request, tree)
+        return chains_where_asked(requests, result)
+
+    def masks(self, runner: Any, trees: StepTrees) -> Masks | None:
+        """Of the structured requests that have drafts in this step; None where there are none."""
+        if self.grammars is None:
+            return None
+        found: dict[int, Grammar] = {}
+        for index, name in enumerate(runner.input_batch.req_ids):
+            rows = trees.rows(index)
+            # Rows that vLLM has filled up have no tokens; the core masks those.
+            if self.grammars.has(name) and rows.stop - rows.start > 1 and trees.tokens[rows.start + 1] >= 0:
+                grammar = self.grammars.of(name, runner.requests[name].output_token_ids)
+                assert grammar is not None  # it had drafts
+                found[index] = grammar
+        return self.grammars.masks(found) if found else None
+
     def _only_chain(self, params: Any) -> bool:
         """Whether a request can have chains alone; counts the step if so."""
         if self.chain_reason is not None:
             reason = "model_chain"
-        elif params.structured_outputs is not None:
+        elif params.structured_outputs is not None and self.grammars is None:
             # vLLM masks the logits along the flat list of drafts: right for a chain, wrong for a tree.
             reason = "structured_output_chain"
         else:
@@ -264,6 +299,8 @@ class Drafter:
     def finish(self, request_id: str) -> None:
         """A request is gone."""
         self.proposed.pop(request_id, None)
+        if self.grammars is not None:
+            self.grammars.finish(request_id)
         if self.model_drafts is not None:
             self.model_drafts.finish(request_id)
         if self._sampling.pop(request_id, None) is not None:

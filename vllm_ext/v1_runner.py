@@ -150,6 +150,9 @@ class SpeculativeRunner:
         self.step_started = time.perf_counter()
         if self.drafter.model_drafts is not None:
             self.drafter.model_drafts.passes.begin_step(scheduler_output)
+        if self.drafter.grammars is not None:
+            for request in scheduler_output.scheduled_new_reqs:
+                self.drafter.grammars.start(request.req_id, request.sampling_params)
         return super().execute_model(scheduler_output, *args, **kwargs)  # type: ignore[misc]
 
     def _prepare_inputs(self, scheduler_output: Any, num_scheduled_tokens: Any) -> Any:

@@ -24,6 +24,7 @@ from vllm.v1.sample.logits_processor.builtin import (
 )
 from vllm.v1.sample.rejection_sampler import PLACEHOLDER_TOKEN_ID, RejectionSampler
 
+from vllm_ext.grammars import Masks
 from vllm_ext.samplers.tree_walk import greedy_walk, walk
 from vllm_ext.v1_drawn import DrawnSampler
 from vllm_ext.v1_trees import StepTrees
@@ -46,20 +47,27 @@ class TreeSampler(RejectionSampler):  # type: ignore[misc]  # vLLM is untyped to
         if trees is None:  # vLLM's warm-up calls with made-up drafts
             return super().forward(metadata, draft_probs, logits, sampling_metadata)
         logprobs = None
+        masks = self.runner.drafter.masks(self.runner, trees)
         if _is_plain_greedy(sampling_metadata):
             choice = self.runner.greedy_choice
             if choice is None:
                 choice = self.sampler.greedy_sample(logits.to(torch.float32)).cpu().numpy()
-            trees.accepted, emitted = greedy_walk(trees.row_start, trees.tokens, trees.parents, choice)
+            if masks is None:
+                trees.accepted, emitted = greedy_walk(trees.row_start, trees.tokens, trees.parents, choice)
+            else:
+                draw = _GreedyRounds(choice, logits, trees.row_start, masks).draw
+                trees.accepted, emitted = walk(trees.row_start, trees.tokens, trees.parents, draw)
         else:
             tokens, sampler = trees.tokens, self.sampler
             if not _can_advance(sampling_metadata):
                 tokens = np.full_like(tokens, PLACEHOLDER_TOKEN_ID)  # nothing matches: one token each
             elif trees.drawn:
                 sampler = self._verifier(trees)
-            rounds = _Rounds(self.runner, sampler, logits, trees.row_start, sampling_metadata)
+            rounds = _Rounds(self.runner, sampler, logits, trees.row_start, sampling_metadata, masks)
             trees.accepted, emitted = walk(trees.row_start, tokens, trees.parents, rounds.draw)
             logprobs = rounds.logprobs(max(map(len, emitted)))
+        if masks is not None:
+            masks.close()
         width = max(map(len, emitted))
         padded = np.full((len(emitted), width), PLACEHOLDER_TOKEN_ID, dtype=np.int32)
         for row, tokens in zip(padded, emitted, strict=True):
@@ -75,13 +83,41 @@ class TreeSampler(RejectionSampler):  # type: ignore[misc]  # vLLM is untyped to
         return self._drawn_sampler
 
 
+class _GreedyRounds:
+    """The argmax of each row, of rows with a mask among the tokens it allows."""
+
+    def __init__(self, choice: Any, logits: torch.Tensor, row_start: Any, masks: Masks) -> None:
+        self._choice, self._logits, self._row_start, self._masks = choice, logits, row_start, masks
+
+    def draw(
+        self, requests: Sequence[int], rows: Sequence[int], emitted: Sequence[Sequence[int]]
+    ) -> list[int]:
+        """See `vllm_ext.samplers.tree_walk.Draw`."""
+        index = self._row_start[list(requests)] + np.array(rows)
+        tokens: list[int] = self._choice[index].tolist()
+        masked = [place for place, request in enumerate(requests) if self._masks.has(request)]
+        if masked:
+            logits = self._logits[torch.from_numpy(index[masked]).to(self._logits.device)].to(torch.float32)
+            self._masks.apply(logits, [requests[i] for i in masked], [emitted[i] for i in masked])
+            for place, token in zip(masked, logits.argmax(-1).tolist(), strict=True):
+                tokens[place] = token
+        return tokens
+
+
 class _Rounds:
     """One walk's draws: round r samples the r-th token of every request that got that far."""
 
     def __init__(
-        self, runner: Any, sampler: Any, logits: torch.Tensor, row_start: Any, metadata: Any
+        self,
+        runner: Any,
+        sampler: Any,
+        logits: torch.Tensor,
+        row_start: Any,
+        metadata: Any,
+        masks: Masks | None,
     ) -> None:
         self._runner = runner
+        self._masks = masks
         self._sampler = sampler
         self._logits = logits
         self._row_start = row_start
@@ -97,7 +133,10 @@ class _Rounds:
         metadata = self._metadata if first else self._advanced(requests, emitted)
         if isinstance(self._sampler, DrawnSampler):
             self._sampler.at(requests, rows)
-        output = self._sampler(logits=self._logits[index.to(self._logits.device)], sampling_metadata=metadata)
+        logits = self._logits[index.to(self._logits.device)]
+        if self._masks is not None:
+            self._masks.apply(logits, requests, emitted)
+        output = self._sampler(logits=logits, sampling_metadata=metadata)
         if output.logprobs_tensors is not None:
             self._parts.append((list(requests), output.logprobs_tensors))
         tokens: list[int] = output.sampled_token_ids[:, 0].tolist()

@@ -120,15 +120,11 @@ def test_json_schema_among_free_requests(plain_llm: Any, tested_llm: Any) -> Non
     ]
     options = [structured, GREEDY, {**structured, **SEEDED}, SEEDED]
     expected = chat(plain_llm, prompts, 4, options, 48)
-    before = counters(tested_llm)
     actual = chat(tested_llm, prompts, 4, options, 48)
     compare(expected, actual)
     for output in (actual[0], actual[2]):
         if output.finish_reason == "stop":
             assert set(json.loads(output.text)) == {"name", "age"}
-    # Structured requests drafted, as chains, and said so.
-    after = counters(tested_llm)
-    assert after["fallbacks:structured_output_chain"] > before["fallbacks:structured_output_chain"]
 
 
 def test_second_turn_on_blocks_that_trees_wrote(plain_llm: Any, tested_llm: Any) -> None:

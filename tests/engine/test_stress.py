@@ -10,6 +10,7 @@ import pytest
 from conftest import engine
 from helpers import assert_same_outputs, generate, long_and_short_prompts, preemptions
 from vllm import SamplingParams
+from vllm.sampling_params import StructuredOutputsParams
 
 pytestmark = pytest.mark.engine
 
@@ -51,6 +52,24 @@ def test_penalties_survive_preemption(plain_llm: Any, small_llm: Any) -> None:
     inputs = long_and_short_prompts(plain_llm, 16)
     params = [
         SamplingParams(temperature=0, max_tokens=80 + i, ignore_eos=True, repetition_penalty=1.1, logprobs=1)
+        for i in range(16)
+    ]
+    small_llm.reset_prefix_cache()
+    before = preemptions(small_llm)
+    assert_same_outputs(generate(plain_llm, inputs, params), generate(small_llm, inputs, params))
+    assert preemptions(small_llm) > before
+
+
+def test_grammars_survive_preemption(plain_llm: Any, small_llm: Any) -> None:
+    """Also of requests whose grammar is behind tokens that are computed anew."""
+    inputs = long_and_short_prompts(plain_llm, 16)
+    params = [
+        SamplingParams(
+            temperature=0,
+            max_tokens=80 + i,
+            structured_outputs=StructuredOutputsParams(regex=r"([a-z]{1,9} ){40,60}") if i % 2 else None,
+            ignore_eos=True,
+        )
         for i in range(16)
     ]
     small_llm.reset_prefix_cache()

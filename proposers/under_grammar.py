@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Draft trees under a grammar: which nodes it allows, and what it leaves no choice about.
+
+A draft that the grammar forbids is never accepted, so that its row is work for nothing. What is left of a tree is
+verified by the walk as ever, with the mask of each row it visits: output is what it is without drafts.
+
+Source: XGrammar, arXiv 2411.15100 (rollback; jump-forward strings, which here are drafts that the target
+verifies and not text that is taken for granted).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from vllm_ext.proposers.tree import DraftTree
+
+
+class Matcher(Protocol):
+    """A grammar behind some tokens."""
+
+    def accept(self, token: int) -> bool:
+        """Take one token more; False, and nothing changes, where the grammar forbids it."""
+
+    def rollback(self, num_tokens: int) -> None:
+        """Take back the last ones."""
+
+
+def legal_nodes(matcher: Matcher, tree: DraftTree) -> npt.NDArray[np.bool_]:
+    """bool ``[num_nodes]``: nodes whose whole path the grammar allows. Leaves the matcher as it was."""
+    legal = np.zeros(len(tree), dtype=np.bool_)
+    tokens = tree.tokens.tolist()
+    children: list[list[int]] = [[] for _ in range(len(tree) + 1)]  # the root's last, which index -1 reads
+    for node, parent in enumerate(tree.parents.tolist()):
+        children[parent].append(node)
+
+    def visit(parent: int) -> None:
+        for node in children[parent]:
+            if matcher.accept(tokens[node]):
+                legal[node] = True
+                visit(node)
+                matcher.rollback(1)
+
+    visit(-1)
+    return legal
+
+
+def under_grammar(
+    matcher: Matcher, tree: DraftTree, forced: Sequence[int], num_nodes: int, max_depth: int
+) -> DraftTree:
+    """The tree without what the grammar forbids, and with what it demands.
+
+    Args:
+        matcher: at the tree's root; left as it was.
+        tree: any.
+        forced: the tokens of text that the grammar demands next. Other tokens may spell it too, so that they are drafts
+            like others; as far as the grammar allows them, of probability 1.
+        num_nodes: most nodes.
+        max_depth: deepest node of the forced ones.
+    """
+    chain = DraftTree.chain(
+        np.array(forced[:max_depth], dtype=np.int32), np.ones(len(forced[:max_depth]), dtype=np.float32)
+    )
+    parts = [part.where(legal_nodes(matcher, part)) for part in (chain, tree)]
+    return DraftTree.merge(parts, num_nodes) if len(parts[0]) else parts[1].prefix(num_nodes)

@@ -61,8 +61,9 @@ def under_grammar(
         num_nodes: most nodes.
         max_depth: deepest node of the forced ones.
     """
-    chain = DraftTree.chain(
-        np.array(forced[:max_depth], dtype=np.int32), np.ones(len(forced[:max_depth]), dtype=np.float32)
-    )
-    parts = [part.where(legal_nodes(matcher, part)) for part in (chain, tree)]
-    return DraftTree.merge(parts, num_nodes) if len(parts[0]) else parts[1].prefix(num_nodes)
+    legal = tree.where(legal_nodes(matcher, tree))
+    certain = np.array(forced[:max_depth], dtype=np.int32)
+    if not len(certain):
+        return legal.prefix(num_nodes)
+    chain = DraftTree.chain(certain, np.ones(len(certain), dtype=np.float32))
+    return DraftTree.merge([chain.where(legal_nodes(matcher, chain)), legal], num_nodes)

@@ -180,10 +180,11 @@ def test_the_core_masks_where_the_worker_cannot_know(slice_dir: str) -> None:
     assert not grammars.in_worker(config)
 
 
-def test_masks() -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_masks(dtype: torch.dtype) -> None:
     rng = np.random.default_rng(0)
     for vocab in (32, 40, 4096):
-        logits = torch.from_numpy(rng.normal(size=(5, vocab)).astype(np.float32))
+        logits = torch.from_numpy(rng.normal(size=(5, vocab))).to(dtype)
         before = logits.clone()
         allowed = rng.integers(0, 2, (3, vocab)).astype(np.bool_)
         bits = np.zeros((4, -(-vocab // 32) * 32), np.uint8)

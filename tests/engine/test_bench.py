@@ -88,11 +88,11 @@ def prompt_file(tmp_path: Path) -> Path:
     return file
 
 
-def test_plain_and_ngram(model_dir: str, prompt_file: Path, tmp_path: Path) -> None:
+def test_plain_and_ngram(slice_dir: str, prompt_file: Path, tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     # float32: the output check then allows no ties.
     result = bench(
-        f"--model={model_dir}",
+        f"--model={slice_dir}",
         f"--prompts={prompt_file}",
         "--methods=ngram(num_speculative_tokens=3)",
         "--rounds=2",
@@ -151,15 +151,15 @@ def check_figures(run: dict[str, Any]) -> None:
     assert max(speeds) >= min(first, second)
 
 
-def test_a_refused_method_ends_the_bench_with_the_reason(model_dir: str, prompt_file: Path) -> None:
+def test_a_refused_method_ends_the_bench_with_the_reason(slice_dir: str, prompt_file: Path) -> None:
     result = bench(
-        f"--model={model_dir}", f"--prompts={prompt_file}", "--methods=no_such_method", "--rounds=1"
+        f"--model={slice_dir}", f"--prompts={prompt_file}", "--methods=no_such_method", "--rounds=1"
     )
     assert result.returncode == 1
     assert "no_such_method" in result.stderr
 
 
-def test_wrong_input_is_refused_before_an_engine_starts(model_dir: str, prompt_file: Path) -> None:
-    result = bench(f"--model={model_dir}", f"--prompts={prompt_file}", "--rounds=9")
+def test_wrong_input_is_refused_before_an_engine_starts(slice_dir: str, prompt_file: Path) -> None:
+    result = bench(f"--model={slice_dir}", f"--prompts={prompt_file}", "--rounds=9")
     assert result.returncode == 2
     assert "--rounds=9" in result.stderr

@@ -26,9 +26,9 @@ print("RESULT" + json.dumps([o.outputs[0].token_ids for o in outputs]))
 """
 
 
-def run(model_dir: str, method: dict[str, object]) -> list[list[int]]:
+def run(slice_dir: str, method: dict[str, object]) -> list[list[int]]:
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, model_dir, json.dumps(method), json.dumps(own_prompts()[:4])],
+        [sys.executable, "-c", SCRIPT, slice_dir, json.dumps(method), json.dumps(own_prompts()[:4])],
         env={**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"},
         capture_output=True,
         text=True,
@@ -41,9 +41,9 @@ def run(model_dir: str, method: dict[str, object]) -> list[list[int]]:
     return result
 
 
-def test_in_process_engine_is_lossless(model_dir: str, plain_llm: Any) -> None:
-    outputs = plain_llm.generate(
+def test_in_process_engine_is_lossless(slice_dir: str, plain_slice_llm: Any) -> None:
+    outputs = plain_slice_llm.generate(
         own_prompts()[:4], SamplingParams(temperature=0, max_tokens=24), use_tqdm=False
     )
     expected = [list(output.outputs[0].token_ids) for output in outputs]
-    assert_same_outputs(expected, run(model_dir, {"method": "token_recycling"}))
+    assert_same_outputs(expected, run(slice_dir, {"method": "token_recycling"}))

@@ -4,7 +4,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 export HF_HUB_OFFLINE=1 VLLM_CPU_KVCACHE_SPACE=${VLLM_CPU_KVCACHE_SPACE:-1}
-tests=$(printf 'tests/engine/test_%s.py ' lossless sampling_matrix invariants stress slice)
+tests=$(printf 'tests/engine/test_%s.py ' lossless sampling_matrix invariants stress slice structured)
 store=$(mktemp -d)/store
 trap 'rm -rf "$(dirname "$store")"' EXIT
 for method in ${*:-token_recycling suffix_tree rest stand aded input_copy hybrid}; do

@@ -156,6 +156,9 @@ def test_exploration_keeps_trees_valid_and_their_chances(text: list[int], budget
     for one in (plain, exploring):
         learn(one, text)
         drafts.append(paths(draft(one, text, budget=budget, depth=5)))
+    # By one that has read the text as often as they had.
+    plain = Aded(VOCAB, 1)
+    learn(plain, text)
     everything = paths(draft(plain, text, budget=400, depth=5))
     assert len(drafts[0]) == len(drafts[1])
     assert sum(drafts[1].values()) <= sum(drafts[0].values()) + 1e-6

@@ -19,7 +19,6 @@ import numpy as np
 import numpy.typing as npt
 
 Int32 = npt.NDArray[np.int32]
-Int64 = npt.NDArray[np.int64]
 Bool = npt.NDArray[np.bool_]
 
 ROOT, DEAD = 0, -1  # states; nothing is allowed in the second
@@ -27,12 +26,10 @@ NO_TOKEN = -1  # behind the end of a sequence
 
 
 class Trie(NamedTuple):
-    """Nine bytes a state, and four more."""
+    """Nine bytes a state."""
 
     first_edge: Int32  # [num_states + 1] edges of state s are first_edge[s]:first_edge[s + 1]
-    tokens: (
-        Int32  # [num_states - 1] by edge, which leads to the state after its own number; of a state ascending
-    )
+    tokens: Int32  # [num_states - 1] by edge; those of a state ascending
     final: Bool  # [num_states] a sequence ends here
 
     @property

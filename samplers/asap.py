@@ -95,9 +95,11 @@ class ExpectedFuture:
     def _pass_on(self, node: _Prefix) -> None:
         """Tell all prefixes above what is now known."""
         while node.parent is not None:
-            future = node.parent.future
+            bound = float(node.p @ node.future)
             # Never up: a prefix that was forgotten and comes again knows less than it did.
-            future[node.place] = min(float(future[node.place]), float(node.p @ node.future))
+            if bound >= node.parent.future[node.place]:
+                return
+            node.parent.future[node.place] = bound
             node = node.parent
 
     def _touch(self, node: _Prefix) -> None:

@@ -8,9 +8,8 @@ from pathlib import Path
 
 from safetensors.torch import load_file, save_file
 
-VOCABULARY = (
-    4096  # the tokenizer's first: of the whole, the output head is more work than all of a few layers
-)
+# The tokenizer's first: of the whole, the output head is more work than all of a few layers.
+VOCABULARY = 4096
 QUIET = 0.02
 
 
@@ -21,11 +20,13 @@ def write(
     layers: int,
     heads: int = 9,
     kv_heads: int = 3,
+    vocabulary: int | None = VOCABULARY,
     quiet_from: int | None = None,
 ) -> str:
     """The folder ``target`` with a model of the first layers, heads and tokens of ``source``.
 
     Args:
+        vocabulary: how many tokens; none: all. With few of them a layer's first words are less often the model's.
         quiet_from: what layers from this one on add to the residual stream is scaled by `QUIET`; none: no layer.
     """
     config = json.loads((source / "config.json").read_text())
@@ -37,7 +38,7 @@ def write(
         if layer >= layers:
             continue
         if "embed_tokens" in name:
-            value = value[:VOCABULARY]
+            value = value[:vocabulary]
         elif "q_proj" in name:
             value = value[: heads * head]
         elif "k_proj" in name or "v_proj" in name:
@@ -55,18 +56,19 @@ def write(
         "num_attention_heads": heads,
         "num_key_value_heads": kv_heads,
         "head_dim": head,
-        "vocab_size": VOCABULARY,
     }
+    if vocabulary is not None:
+        config["vocab_size"] = vocabulary
+        cut_tokenizer(target / "tokenizer.json", vocabulary)
     (target / "config.json").write_text(json.dumps(config))
-    cut_tokenizer(target / "tokenizer.json")
     save_file(weights, target / "model.safetensors", metadata={"format": "pt"})
     return str(target)
 
 
-def cut_tokenizer(file: Path) -> None:
+def cut_tokenizer(file: Path, vocabulary: int) -> None:
     """Byte pairs merged less far: tokens are numbered in the order in which merges made them."""
     tokenizer = json.loads(file.read_text())
     model = tokenizer["model"]
-    model["vocab"] = {token: number for token, number in model["vocab"].items() if number < VOCABULARY}
+    model["vocab"] = {token: number for token, number in model["vocab"].items() if number < vocabulary}
     model["merges"] = [pair for pair in model["merges"] if "".join(pair) in model["vocab"]]
     file.write_text(json.dumps(tokenizer))

@@ -253,9 +253,8 @@ def mask_rows(logits: torch.Tensor, rows: Sequence[int], bitmask: torch.Tensor) 
     if logits.is_cpu and logits.dtype == torch.float32:
         values = logits.numpy()
         for row, mask in zip(rows, forbidden, strict=True):
-            np.copyto(
-                values[row], -np.inf, where=mask
-            )  # 35 us a row of 49,152; torch takes 80, xgrammar's kernel 235
+            # 35 us a row of 49,152; torch takes 80, xgrammar's kernel 235.
+            np.copyto(values[row], -np.inf, where=mask)
     else:
         index = torch.tensor(rows, device=logits.device)
         logits[index] = logits[index].masked_fill(torch.from_numpy(forbidden).to(logits.device), -torch.inf)

@@ -173,9 +173,10 @@ class Drafter:
                 if self.model_drafts is not None:
                     proposals = self.model_drafts.propose(runner, trees, requests, sampled)
                 else:
-                    proposals = chains_where_asked(requests, self.proposer.propose(requests))
+                    proposals = self.proposer.propose(requests)
                     if self.grammars is not None:
                         proposals = self._under_grammars(self.grammars, runner, requests, proposals)
+                    proposals = chains_where_asked(requests, proposals)
                 self._memory.touch()
             sizes = self._sizes(requests, proposals)
             for request, slot, tree, size in zip(requests, slots, proposals, sizes, strict=True):
@@ -228,7 +229,7 @@ class Drafter:
                     self._count({"fallbacks:no_grammar": 1})
                 else:
                     result[place] = grammars.tree(grammar, request, tree)
-        return chains_where_asked(requests, result)
+        return result
 
     def masks(self, runner: Any, trees: StepTrees) -> Masks | None:
         """Of the structured requests that have drafts in this step; None where there are none."""

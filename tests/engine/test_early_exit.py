@@ -27,7 +27,8 @@ LAYERS = 6
 @pytest.fixture(scope="module")
 def deep_dir(model_dir: str, tmp_path_factory: pytest.TempPathFactory) -> str:
     """Six layers whose last four change little: what layers two and three say is often what the model says."""
-    return slices.write(Path(model_dir), tmp_path_factory.mktemp("deep"), layers=LAYERS, quiet_from=2)
+    target = tmp_path_factory.mktemp("deep")
+    return slices.write(Path(model_dir), target, layers=LAYERS, vocabulary=None, quiet_from=2)
 
 
 @pytest.fixture(scope="module")
@@ -137,7 +138,7 @@ def test_same_as_plain(
         totals = counters(llm)
         assert totals["spec_accepted_tokens"] > 20
         if name == "layerskip":
-            assert totals["spec_accepted_tokens"] > 0.2 * totals["spec_draft_tokens"]
+            assert totals["spec_accepted_tokens"] > 0.3 * totals["spec_draft_tokens"]
             (counts,) = llm.collective_rpc(seen)
             assert counts["behind"] > 0.5 * counts["steps"]
             if not compiled:

@@ -107,7 +107,7 @@ def test_all_options_in_one_batch(
     assert after["fallbacks:proposer_error"] == 0
 
 
-def test_json_schema_among_free_requests(plain_llm: Any, tested_llm: Any) -> None:
+def test_json_schema_among_free_requests(plain_llm: Any, tested_llm: Any, drafts_by_model: bool) -> None:
     structured = {
         **GREEDY,
         "structured_outputs": StructuredOutputsParams(json=json.dumps(SCHEMA)),
@@ -120,11 +120,15 @@ def test_json_schema_among_free_requests(plain_llm: Any, tested_llm: Any) -> Non
     ]
     options = [structured, GREEDY, {**structured, **SEEDED}, SEEDED]
     expected = chat(plain_llm, prompts, 4, options, 48)
+    before = counters(tested_llm)
     actual = chat(tested_llm, prompts, 4, options, 48)
     compare(expected, actual)
     for output in (actual[0], actual[2]):
         if output.finish_reason == "stop":
             assert set(json.loads(output.text)) == {"name", "age"}
+    # Where structured requests drafted as chains they said so.
+    chains = "fallbacks:structured_output_chain"
+    assert (counters(tested_llm)[chains] > before[chains]) == drafts_by_model
 
 
 def test_second_turn_on_blocks_that_trees_wrote(plain_llm: Any, tested_llm: Any) -> None:

@@ -5,8 +5,9 @@ States are numbered level by level, each level in the order of its sequences, an
 leads to them: the edge that leads to state ``s`` is number ``s - 1``. So an edge needs no target, and the children of a
 state stand side by side.
 
-`build` makes one, `advance` follows tokens, `fill_masks` writes masks. `trie_numba.py` has their loops, `trie_ref.py`
-is their readable form. numba is imported at the first call: vLLM's worker cannot start in a process that holds it.
+`build` makes one, `advance` and `follow` go down it, `fill_masks` writes masks. `trie_numba.py` has their loops,
+`trie_ref.py` is their readable form. numba is imported at the first call: vLLM's worker cannot start in a process that
+holds it.
 
 Source: STATIC, arXiv 2602.22647: a compressed sparse row matrix of transitions. Left out are its dense tables of the
 first two levels, which are for devices that cannot branch; sequences may differ in length here.
@@ -105,6 +106,11 @@ def advance(trie: Trie, states: Int32, tokens: Int32) -> Int32:
     result = np.empty(len(states), dtype=np.int32)
     _compiled("advance")(trie, states, tokens, result)
     return result
+
+
+def follow(trie: Trie, tokens: Int32) -> int:
+    """The state behind int32 ``[num_tokens]``; `DEAD` where they are not allowed."""
+    return int(_compiled("follow")(trie, tokens))
 
 
 def fill_masks(trie: Trie, states: Int32, end: int, masks: Int32) -> None:

@@ -8,7 +8,7 @@ import numba
 import numpy as np
 
 from vllm_ext.kernels import backends
-from vllm_ext.kernels.trie import DEAD
+from vllm_ext.kernels.trie import DEAD, ROOT
 
 
 @functools.cache
@@ -19,19 +19,31 @@ def compiled(name: str) -> Any:
 
 def advance(trie: Any, states: Any, tokens: Any, result: Any) -> None:
     for row in range(len(states)):
-        result[row] = DEAD
-        if states[row] == DEAD:
-            continue
-        low, high = trie.first_edge[states[row]], trie.first_edge[states[row] + 1]
-        end = high
-        while low < high:
-            middle = (low + high) // 2
-            if trie.tokens[middle] < tokens[row]:
-                low = middle + 1
-            else:
-                high = middle
-        if low < end and trie.tokens[low] == tokens[row]:
-            result[row] = low + 1
+        result[row] = _behind(trie, states[row], tokens[row])
+
+
+def follow(trie: Any, tokens: Any) -> int:
+    state = ROOT
+    for token in tokens:
+        state = _behind(trie, state, token)
+    return state
+
+
+@numba.njit  # type: ignore[untyped-decorator]
+def _behind(trie: Any, state: int, token: int) -> int:
+    if state == DEAD:
+        return DEAD
+    low, high = trie.first_edge[state], trie.first_edge[state + 1]
+    end = high
+    while low < high:
+        middle = (low + high) // 2
+        if trie.tokens[middle] < token:
+            low = middle + 1
+        else:
+            high = middle
+    if low < end and trie.tokens[low] == token:
+        return int(low) + 1
+    return DEAD
 
 
 def fill_masks(trie: Any, states: Any, end: int, masks: Any) -> None:

@@ -79,7 +79,9 @@ def test_unknown_method_lists_the_known_and_the_nearest() -> None:
 
 def test_settings_survive_the_trip_to_a_worker() -> None:
     settings = config.parse({"method": "token_recycling", "matrix_width": 3})
-    vllm_config = SimpleNamespace(additional_config={"vllm_ext": settings.to_additional_config(), "other": 1})
+    vllm_config = SimpleNamespace(
+        additional_config={"vllm_ext": {"speculation": settings.to_additional_config()}, "other": 1}
+    )
     assert config.from_vllm_config(vllm_config) == settings
     assert config.from_vllm_config(SimpleNamespace(additional_config={"other": 1})) is None
 

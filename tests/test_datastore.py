@@ -678,7 +678,9 @@ def test_the_server_refuses_a_store_before_it_loads_the_model(
         start(store)
     (tmp_path / "in.txt").write_text("def add(a, b):\n    return a + b\n")
     build(tmp_path / "own", model_dir, tmp_path / "in.txt")
-    assert start(tmp_path / "own").additional_config["vllm_ext"]["datastore"] == str(tmp_path / "own")
+    assert start(tmp_path / "own").additional_config["vllm_ext"]["speculation"]["datastore"] == str(
+        tmp_path / "own"
+    )
     (tmp_path / "own" / "000001.suffixes").write_bytes(b"\x00")
     with pytest.raises(ValueError, match=r"000001.suffixes is truncated: it has 1 bytes"):
         start(tmp_path / "own")

@@ -90,16 +90,10 @@ def drafter(recorder: Recorder, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) 
 
 
 def make_drafter(rank: int = 0, world_size: int = 1, **options: Any) -> Drafter:
+    method = {"method": "token_recycling", "num_speculative_tokens": 3, "budget": "fixed", **options}
     return Drafter(
         SimpleNamespace(
-            additional_config={
-                "vllm_ext": {
-                    "method": "token_recycling",
-                    "num_speculative_tokens": 3,
-                    "budget": "fixed",
-                    **options,
-                }
-            },
+            additional_config={"vllm_ext": {"speculation": method}},
             model_config=SimpleNamespace(
                 get_vocab_size=lambda: VOCAB,
                 max_model_len=20,

@@ -178,20 +178,3 @@ def test_the_core_masks_where_the_worker_cannot_know(slice_dir: str) -> None:
     # The user's own scheduler stays.
     config = config_for(slice_dir, scheduler_cls="vllm.v1.core.sched.scheduler.Scheduler")
     assert not grammars.in_worker(config)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_masks(dtype: torch.dtype) -> None:
-    rng = np.random.default_rng(0)
-    for vocab in (32, 40, 4096):
-        logits = torch.from_numpy(rng.normal(size=(5, vocab))).to(dtype)
-        before = logits.clone()
-        allowed = rng.integers(0, 2, (3, vocab)).astype(np.bool_)
-        bits = np.zeros((4, -(-vocab // 32) * 32), np.uint8)
-        bits[:3, :vocab] = allowed
-        words = np.packbits(bits, axis=1, bitorder="little").view(np.int32)
-        grammars.mask_rows(logits, [4, 0, 3], torch.from_numpy(words))
-        for row, mask in zip((4, 0, 3), allowed, strict=True):
-            assert (logits[row][mask] == before[row][mask]).all()
-            assert (logits[row][~mask] == -torch.inf).all()
-        assert (logits[[1, 2]] == before[[1, 2]]).all()

@@ -17,7 +17,7 @@ from vllm_ext import metrics
 def vllm_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path))
     return SimpleNamespace(
-        additional_config={"vllm_ext": {"method": "token_recycling"}},
+        additional_config={"vllm_ext": {"speculation": {"method": "token_recycling"}}},
         model_config=SimpleNamespace(served_model_name=f"model-{tmp_path.name}"),
         instance_id="0123",
     )

@@ -33,7 +33,7 @@ def test_a_method_becomes_options_vllm_knows(model_dir: str) -> None:
         assert made.speculative_config.num_speculative_tokens == 4
         assert made.parallel_config.worker_cls == plugin.WORKER_CLASS
         assert made.additional_config["mine"] == 1
-        assert made.additional_config["vllm_ext"].items() > METHOD.items()
+        assert made.additional_config["vllm_ext"]["speculation"].items() > METHOD.items()
         assert args.speculative_config == METHOD
         assert args.worker_cls == "auto"
         assert args.additional_config == {"mine": 1}
@@ -52,7 +52,7 @@ def test_a_state_folder_is_made_absolute_and_engines_get_time_to_save(
     assert getattr(utils, name) is stock
     for _ in range(2):
         made = config_for(model_dir, speculative_config={**METHOD, "state_dir": "here"})
-        assert made.additional_config["vllm_ext"]["state_dir"] == str(tmp_path / "here")
+        assert made.additional_config["vllm_ext"]["speculation"]["state_dir"] == str(tmp_path / "here")
         assert (tmp_path / "here").is_dir()
         assert made.shutdown_timeout == 0  # requests are aborted at once, as without us
     timeout = getattr(utils, name)

@@ -14,6 +14,7 @@ from vllm_ext.bench_cli import bench_command, report_command
 from vllm_ext.datastore_cli import datastore_app
 from vllm_ext.demo_cli import demo_command
 from vllm_ext.train_cli import train_app
+from vllm_ext.trie_cli import trie_app
 
 app = typer.Typer(
     name="vllm-ext",
@@ -27,6 +28,7 @@ app.command("bench")(bench_command)
 app.command("report")(report_command)
 app.add_typer(datastore_app, name="datastore")
 app.add_typer(train_app, name="train")
+app.add_typer(trie_app, name="trie")
 
 
 def _version(value: bool) -> None:
@@ -56,6 +58,22 @@ def methods() -> None:
         table.add_row(f"[bold]{name}", "", "", "", f"{proposer.summary} ({proposer.paper})")
         for option, default, allowed, meaning in option_rows(proposer.Options):
             table.add_row("", option, default, allowed, meaning)
+    Console().print(table)
+
+
+@app.command()
+def rules() -> None:
+    """List the sampling rules: options, for --additional-config, and parameters, for vllm_xargs of requests."""
+    from vllm_ext.config import option_rows
+    from vllm_ext.samplers.registry import RULES, load_rule
+
+    table = Table("rule", "whose", "name", "default", "allowed", "meaning")
+    for name in RULES:
+        rule = load_rule(name)
+        table.add_row(f"[bold]{name}", "", "", "", "", f"{rule.summary} ({rule.paper})")
+        for whose, fields in (("server", rule.Options), ("request", rule.Params)):
+            for field, default, allowed, meaning in option_rows(fields):
+                table.add_row("", whose, field, default, allowed, meaning)
     Console().print(table)
 
 

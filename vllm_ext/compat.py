@@ -134,6 +134,18 @@ HOOKS = (
     ),
     Hook("vllm.v1.sample.logits_processor", "BatchUpdate", None, "tells processors of a path's tokens"),
     Hook(
+        "vllm.v1.sample.logits_processor",
+        "LogitsProcessor.update_state",
+        ("self", "batch_update"),
+        "applies sampling rules",
+    ),
+    Hook(
+        "vllm.v1.sample.logits_processor",
+        "cached_load_custom_logitsprocs",
+        None,
+        "keeps the user's own logits processors next to our methods",
+    ),
+    Hook(
         _RUNNER,
         "GPUModelRunner._prepare_inputs",
         ("self", "scheduler_output", "num_scheduled_tokens"),
@@ -299,6 +311,45 @@ def check_engine_args(args: Any, method: str) -> None:
             raise ValueError(_refusal(method, what, rule))
 
 
+def check_rules(args: Any) -> None:
+    """Refuse options that sampling rules do not work with where none of our methods runs.
+
+    Raises:
+        ValueError: naming the option, its value and the way out.
+    """
+    import vllm.envs as envs
+
+    if args.speculative_config:
+        raise ValueError(
+            f"sampling rules do not work with speculative_config.method={args.speculative_config.get('method')!r}: "
+            "vLLM's own methods sample without logits processors. Use one of vllm-ext's (`vllm-ext methods`), or none."
+        )
+    if envs.VLLM_USE_V2_MODEL_RUNNER:
+        raise ValueError(_V2_REFUSAL)
+
+
+def check_rules_config(vllm_config: Any) -> None:
+    """Refuse for sampling rules what only the finished config tells.
+
+    Raises:
+        ValueError: naming the field, its value and the way out.
+    """
+    from vllm.tokenizers import cached_tokenizer_from_config
+
+    model = vllm_config.model_config
+    if vllm_config.use_v2_model_runner:
+        raise ValueError(_V2_REFUSAL)
+    if model.runner_type != "generate":
+        raise ValueError(
+            f"sampling rules do not work with runner={model.runner_type!r}: it must be 'generate'. Remove the rules."
+        )
+    if model.skip_tokenizer_init or cached_tokenizer_from_config(model).eos_token_id is None:
+        raise ValueError(
+            f"sampling rules do not work with model {model.model!r}: it has no tokenizer with an end token "
+            "(eos_token). Choose another model or tokenizer, leave out --skip-tokenizer-init, or remove the rules."
+        )
+
+
 def check_scheduler(args: Any, method: str) -> None:
     """Refuse a scheduler of the user's own next to a draft model, which needs slots that vLLM's does not reserve.
 
@@ -347,6 +398,12 @@ def check_vllm_config(vllm_config: Any, method: str) -> None:
         raise ValueError(
             _refusal(method, f"platform {current_platform.device_name!r}", "must be CPU, CUDA or ROCm.")
         )
+
+
+_V2_REFUSAL = (
+    "sampling rules do not work with vLLM's V2 model runner yet: set VLLM_USE_V2_MODEL_RUNNER=0, or use one of "
+    "vllm-ext's speculative methods, which run on the V1 runner."
+)
 
 
 def _refusal(method: str, what: str, rule: str) -> str:

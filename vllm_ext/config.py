@@ -11,12 +11,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, get_args
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from vllm_ext.proposers.base import MethodOptions, Proposer
 from vllm_ext.proposers.registry import METHODS, load_method, unknown_method
 
 ADDITIONAL_CONFIG_KEY = "vllm_ext"
+SPECULATION, RULES = "speculation", "rules"  # keys under that; the first is ours alone to write
 
 
 @dataclass(frozen=True)
@@ -58,15 +59,25 @@ def parse(speculative_config: Mapping[str, Any]) -> Settings:
     try:
         options = proposer_class.Options.model_validate(given)
     except ValidationError as error:
-        raise ValueError(_explain(method, proposer_class.Options, error)) from None
+        explained = explain(proposer_class.Options, error, f"Options of {method}")
+        raise ValueError(
+            f"speculative_config for method {method!r}: {explained} "
+            "Correct or remove it in --speculative-config; `vllm-ext methods` explains each option."
+        ) from None
     return Settings(method, options)
 
 
 def from_vllm_config(vllm_config: Any) -> Settings | None:
     """The settings a VllmConfig carries; None when vllm-ext was not asked for."""
-    additional = vllm_config.additional_config
-    stored = additional.get(ADDITIONAL_CONFIG_KEY) if isinstance(additional, dict) else None
+    stored = ours(vllm_config).get(SPECULATION)
     return None if stored is None else parse(stored)
+
+
+def ours(config: Any) -> Mapping[str, Any]:
+    """What is ours in the ``additional_config`` of a VllmConfig or of EngineArgs; empty where nothing is."""
+    additional = config.additional_config
+    found = additional.get(ADDITIONAL_CONFIG_KEY) if isinstance(additional, Mapping) else None
+    return {} if found is None else found
 
 
 def is_ours(speculative_config: Mapping[str, Any] | None) -> bool:
@@ -89,7 +100,7 @@ def check_known(speculative_config: Mapping[str, Any]) -> None:
         raise ValueError(unknown_method(method, [*METHODS, *theirs]))
 
 
-def option_rows(options: type[MethodOptions]) -> list[tuple[str, str, str, str]]:
+def option_rows(options: type[BaseModel]) -> list[tuple[str, str, str, str]]:
     """Name, default, allowed and meaning of each option, for tables and error messages."""
     rows = []
     schema = options.model_json_schema()["properties"]
@@ -112,7 +123,14 @@ def _flatten(literal: Any) -> list[str]:
     return values
 
 
-def _explain(method: str, options: type[MethodOptions], error: ValidationError) -> str:
+def explain(options: type[BaseModel], error: ValidationError, title: str) -> str:
+    """What is wrong with some options, field by field, and then those that there are.
+
+    Args:
+        options: what was to be validated.
+        error: what came of it.
+        title: of the list of options.
+    """
     allowed = {name: text for name, _, text, _ in option_rows(options)}
     lines = []
     for problem in error.errors(include_url=False):
@@ -124,9 +142,9 @@ def _explain(method: str, options: type[MethodOptions], error: ValidationError) 
         elif problem["type"] == "missing":
             lines.append(f"{field} is missing, and required: {options.model_fields[field].description}")
         else:
-            lines.append(f"{field}={problem['input']!r} is not allowed; allowed: {allowed[field]}")
+            top = str(problem["loc"][0]) if problem["loc"] else ""
+            lines.append(
+                f"{field}={problem['input']!r} is not allowed; allowed: {allowed.get(top, 'an object')}"
+            )
     known = "; ".join(f"{name}: {text}" for name, text in allowed.items())
-    return (
-        f"speculative_config for method {method!r}: {'. '.join(lines)}. Options of {method}: {known}. "
-        f"Correct or remove it in --speculative-config; `vllm-ext methods` explains each option."
-    )
+    return f"{'. '.join(lines)}. {title}: {known}."

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from vllm_ext.kernels.token_mask import mask_rows
 from vllm_ext.proposers.base import Request
 from vllm_ext.proposers.tree import DraftTree
 from vllm_ext.proposers.under_grammar import under_grammar
@@ -237,24 +238,3 @@ class Masks:
         for request, taken in self._taken.items():
             if taken:
                 self._grammars[request].rollback(taken)
-
-
-def mask_rows(logits: torch.Tensor, rows: Sequence[int], bitmask: torch.Tensor) -> None:
-    """Minus infinity where a bit is 0.
-
-    Args:
-        logits: ``[num_rows, vocab]``, changed in place.
-        rows: those to mask; the mask of the i-th is row i of the bitmask.
-        bitmask: int32 ``[at least len(rows), ceil(vocab / 32)]`` on the CPU, the lowest bit first.
-    """
-    words = np.ascontiguousarray(bitmask[: len(rows)].numpy())
-    bits = np.unpackbits(~words.view(np.uint8), axis=1, bitorder="little")
-    forbidden = bits.view(np.bool_)[:, : logits.shape[1]]
-    if logits.is_cpu and logits.dtype == torch.float32:
-        values = logits.numpy()
-        for row, mask in zip(rows, forbidden, strict=True):
-            # 35 us a row of 49,152; torch takes 80, xgrammar's kernel 235.
-            np.copyto(values[row], -np.inf, where=mask)
-    else:
-        index = torch.tensor(rows, device=logits.device)
-        logits[index] = logits[index].masked_fill(torch.from_numpy(forbidden).to(logits.device), -torch.inf)

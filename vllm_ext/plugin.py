@@ -10,9 +10,14 @@ from __future__ import annotations
 
 import functools
 import uuid
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 from vllm_ext import __version__
+
+if TYPE_CHECKING:
+    from vllm_ext.config import Settings
+    from vllm_ext.rules import RuleSettings
 
 # What vLLM loads as its custom_class drafter, and what drives it.
 DRAFTER_CLASS = "vllm_ext.v1_drafter.Drafter"
@@ -24,7 +29,7 @@ _wrapper: Any = None
 
 
 def register() -> None:
-    """Make our method names valid in ``speculative_config``. Idempotent and silent."""
+    """Make our method names valid in ``speculative_config``, and rules in ``additional_config``. Idempotent, silent."""
     global _wrapper
     from vllm.engine.arg_utils import EngineArgs
 
@@ -41,27 +46,63 @@ def register() -> None:
 
 
 def _create_engine_config(original: Any, engine_args: Any, *args: Any, **kwargs: Any) -> Any:
-    """vLLM's ``create_engine_config``, with our methods rewritten to options it knows.
+    """vLLM's ``create_engine_config``, with our methods and rules rewritten to options it knows.
 
     Raises:
-        ValueError: an unknown method or option, or a feature our methods do not support.
+        ValueError: an unknown method, rule or option, or a feature that does not go with them.
     """
-    if not engine_args.speculative_config:
-        return original(engine_args, *args, **kwargs)
-
     from vllm_ext import config
 
-    if not config.is_ours(engine_args.speculative_config):
+    speculates = config.is_ours(engine_args.speculative_config)
+    if engine_args.speculative_config and not speculates:
         config.check_known(engine_args.speculative_config)
+    if not speculates and not config.ours(engine_args):
         return original(engine_args, *args, **kwargs)
 
     from vllm.logger import init_logger
 
-    from vllm_ext import compat, grammars, patches, state, vocabulary
-    from vllm_ext.proposers.draft_model import DraftModelOptions, PassOptions
-    from vllm_ext.proposers.self_draft import SelfDraftOptions
+    from vllm_ext import compat, patches, rules
 
     compat.check_version()
+    logger = init_logger("vllm.vllm_ext")
+    rewritten: dict[str, Any] = {}
+    ruled = rules.from_config(engine_args)
+    if ruled is not None:
+        from vllm_ext import v1_rules
+
+        if not speculates:
+            compat.check_rules(engine_args)
+        rewritten["logits_processors"] = [*(engine_args.logits_processors or ()), v1_rules.name_of(ruled)]
+    settings = None
+    if speculates:
+        settings = _settings(engine_args)
+        rewritten |= _as_custom_class(engine_args, settings)
+    # The caller's EngineArgs keep what the user wrote, so that a second call sees the same.
+    saved = {name: getattr(engine_args, name) for name in rewritten}
+    for name, value in rewritten.items():
+        setattr(engine_args, name, value)
+    try:
+        vllm_config = original(engine_args, *args, **kwargs)
+    finally:
+        for name, value in saved.items():
+            setattr(engine_args, name, value)
+    if ruled is not None:
+        _check_rules(vllm_config, ruled)
+        logger.info("vllm-ext %s: sampling rules %s", __version__, ruled.as_json)
+    if settings is not None:
+        _check_method(vllm_config, settings)
+        patches.allow_all_sampling_parameters(DRAFTER_CLASS)
+        # Our counters are a file named after the instance; vLLM's own five hex digits could meet on a busy host.
+        vllm_config.instance_id = uuid.uuid4().hex
+        logger.info("vllm-ext %s: speculative method %s", __version__, settings)
+    return vllm_config
+
+
+def _settings(engine_args: Any) -> Settings:
+    """The method that was asked for, its folders made."""
+    from vllm_ext import compat, config, patches, state
+    from vllm_ext.proposers.draft_model import PassOptions
+
     requested = dict(engine_args.speculative_config)
     if engine_args.spec_tokens is not None:
         if "num_speculative_tokens" in requested:
@@ -81,8 +122,15 @@ def _create_engine_config(original: Any, engine_args: Any, *args: Any, **kwargs:
             **{name: str(state.prepare_folder(folder, name)) for name, folder in given.items()}
         )
         patches.let_engines_save(state.SHUTDOWN_SECONDS)
+    return settings
 
-    rewritten = {
+
+def _as_custom_class(engine_args: Any, settings: Settings) -> dict[str, Any]:
+    """The engine's own options that make it run a method of ours."""
+    from vllm_ext import config, grammars
+    from vllm_ext.proposers.draft_model import PassOptions
+
+    options = {
         "speculative_config": {
             "method": "custom_class",
             "model": DRAFTER_CLASS,
@@ -91,32 +139,30 @@ def _create_engine_config(original: Any, engine_args: Any, *args: Any, **kwargs:
         "spec_tokens": None,
         "additional_config": {
             **(engine_args.additional_config or {}),
-            config.ADDITIONAL_CONFIG_KEY: settings.to_additional_config(),
+            config.ADDITIONAL_CONFIG_KEY: {
+                **config.ours(engine_args),
+                config.SPECULATION: settings.to_additional_config(),
+            },
         },
         "worker_cls": WORKER_CLASS,
         # custom_class rules it out; set, it spares the user vLLM's warning about a method they did not name.
         "async_scheduling": False,
     }
     if isinstance(settings.options, PassOptions):
-        rewritten["scheduler_cls"] = SCHEDULER_CLASS
+        options["scheduler_cls"] = SCHEDULER_CLASS
     elif engine_args.scheduler_cls is None:
-        rewritten["scheduler_cls"] = grammars.SCHEDULER_CLASS
-    # The caller's EngineArgs keep what the user wrote, so that a second call sees the same.
-    saved = {name: getattr(engine_args, name) for name in rewritten}
-    for name, value in rewritten.items():
-        setattr(engine_args, name, value)
-    try:
-        vllm_config = original(engine_args, *args, **kwargs)
-    finally:
-        for name, value in saved.items():
-            setattr(engine_args, name, value)
+        options["scheduler_cls"] = grammars.SCHEDULER_CLASS
+    return options
+
+
+def _check_method(vllm_config: Any, settings: Settings) -> None:
+    """What only the finished configuration tells of a method."""
+    from vllm_ext import compat
+    from vllm_ext.proposers.draft_model import DraftModelOptions
+    from vllm_ext.proposers.self_draft import SelfDraftOptions
+
     compat.check_vllm_config(vllm_config, settings.method)
-    model = vllm_config.model_config
-    settings.proposer_class.check(
-        settings.options,
-        model.get_vocab_size(),
-        functools.partial(vocabulary.hash_of, model.tokenizer, model.tokenizer_revision),
-    )
+    settings.proposer_class.check(settings.options, *_vocabulary(vllm_config))
     if isinstance(settings.options, DraftModelOptions):
         from vllm_ext import companion_load
 
@@ -125,8 +171,22 @@ def _create_engine_config(original: Any, engine_args: Any, *args: Any, **kwargs:
         from vllm_ext import layer_slices
 
         layer_slices.check(vllm_config, settings)
-    patches.allow_all_sampling_parameters(DRAFTER_CLASS)
-    # Our counters are a file named after the instance; vLLM's own five hex digits could meet on a busy host.
-    vllm_config.instance_id = uuid.uuid4().hex
-    init_logger("vllm.vllm_ext").info("vllm-ext %s: speculative method %s", __version__, settings)
-    return vllm_config
+
+
+def _check_rules(vllm_config: Any, ruled: RuleSettings) -> None:
+    """What only the finished configuration tells of rules."""
+    from vllm_ext import compat
+
+    compat.check_rules_config(vllm_config)
+    ruled.check(*_vocabulary(vllm_config))
+
+
+def _vocabulary(vllm_config: Any) -> tuple[int, Callable[[], str]]:
+    """The target's number of token ids, and what hashes its tokenizer."""
+    from vllm_ext import vocabulary
+
+    model = vllm_config.model_config
+    return (
+        model.get_vocab_size(),
+        functools.partial(vocabulary.hash_of, model.tokenizer, model.tokenizer_revision),
+    )

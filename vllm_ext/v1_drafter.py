@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from vllm.logger import init_logger
 
-from vllm_ext import config, metrics, request_facts
+from vllm_ext import config, metrics, request_facts, rules
 from vllm_ext.draft_export import TOP_K, Export
 from vllm_ext.grammars import Grammar, Grammars, Masks, in_worker
 from vllm_ext.kernels.top_k import top_k_ids
@@ -51,6 +51,9 @@ class Drafter:
             self.model_drafts = ModelDrafts(vllm_config, self.proposer)
         # None: structured requests have chains, which the engine core masks.
         self.grammars = Grammars(vllm_config) if in_worker(vllm_config) else None
+        self._ruled: rules.RuledRequests | None = None
+        if (ruled := rules.of_vllm_config(vllm_config)) is not None:
+            self._ruled = rules.RuledRequests(ruled, self._vocab_size)
         # On all ranks alike: what is tapped decides how greedy tokens are found.
         self._exports = False
         self._export: Export | None = None  # rank 0's
@@ -173,9 +176,7 @@ class Drafter:
                 if self.model_drafts is not None:
                     proposals = self.model_drafts.propose(runner, trees, requests, sampled)
                 else:
-                    proposals = self.proposer.propose(requests)
-                    if self.grammars is not None:
-                        proposals = self._under_grammars(self.grammars, runner, requests, proposals)
+                    proposals = self._constrained(runner, requests, self.proposer.propose(requests))
                     proposals = chains_where_asked(requests, proposals)
                 self._memory.touch()
             sizes = self._sizes(requests, proposals)
@@ -215,20 +216,27 @@ class Drafter:
         logger.exception("vllm-ext: %s", what)
         self._count({"fallbacks:proposer_error": 1})
 
-    def _under_grammars(
-        self, grammars: Grammars, runner: Any, requests: list[Request], trees: list[DraftTree]
-    ) -> list[DraftTree]:
-        """The trees, of structured requests what the grammar allows and demands."""
+    def admit(self, request_id: str, params: Any) -> None:
+        """A request has come, and none of it is computed yet."""
+        if self.grammars is not None:
+            self.grammars.start(request_id, params)
+        if self._ruled is not None:
+            self._ruled.start(request_id, params)
+
+    def _constrained(self, runner: Any, requests: list[Request], trees: list[DraftTree]) -> list[DraftTree]:
+        """The trees, of requests under a grammar or rule what that allows and demands."""
         result = list(trees)
         for place, (request, tree) in enumerate(zip(requests, trees, strict=True)):
-            if grammars.has(request.request_id):
-                output = runner.requests[request.request_id].output_token_ids
-                grammar = grammars.of(request.request_id, output)
+            output = runner.requests[request.request_id].output_token_ids
+            if self.grammars is not None and self.grammars.has(request.request_id):
+                grammar = self.grammars.of(request.request_id, output)
                 if grammar is None:
                     result[place] = DraftTree.empty()
                     self._count({"fallbacks:no_grammar": 1})
                 else:
-                    result[place] = grammars.tree(grammar, request, tree)
+                    result[place] = self.grammars.tree(grammar, request, tree)
+            elif self._ruled is not None:
+                result[place] = self._ruled.tree(request, output, tree)
         return result
 
     def masks(self, runner: Any, trees: StepTrees) -> Masks | None:
@@ -302,6 +310,8 @@ class Drafter:
         self.proposed.pop(request_id, None)
         if self.grammars is not None:
             self.grammars.finish(request_id)
+        if self._ruled is not None:
+            self._ruled.finish(request_id)
         if self.model_drafts is not None:
             self.model_drafts.finish(request_id)
         if self._sampling.pop(request_id, None) is not None:

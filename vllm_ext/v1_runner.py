@@ -21,7 +21,11 @@ import numpy as np
 import torch
 from vllm.logger import init_logger
 from vllm.utils.torch_utils import PIN_MEMORY
-from vllm.v1.sample.logits_processor import BUILTIN_LOGITS_PROCESSORS, LogitsProcessors
+from vllm.v1.sample.logits_processor import (
+    BUILTIN_LOGITS_PROCESSORS,
+    LogitsProcessors,
+    cached_load_custom_logitsprocs,
+)
 
 from vllm_ext import cpu, v1_attention
 from vllm_ext.hidden_states import HiddenStates
@@ -150,9 +154,8 @@ class SpeculativeRunner:
         self.step_started = time.perf_counter()
         if self.drafter.model_drafts is not None:
             self.drafter.model_drafts.passes.begin_step(scheduler_output)
-        if self.drafter.grammars is not None:
-            for request in scheduler_output.scheduled_new_reqs:
-                self.drafter.grammars.start(request.req_id, request.sampling_params)
+        for request in scheduler_output.scheduled_new_reqs:
+            self.drafter.admit(request.req_id, request.sampling_params)
         return super().execute_model(scheduler_output, *args, **kwargs)  # type: ignore[misc]
 
     def _prepare_inputs(self, scheduler_output: Any, num_scheduled_tokens: Any) -> Any:
@@ -328,10 +331,15 @@ def install(runner: Any) -> None:
     # Not a submodule: a runner is no nn.Module, and vLLM walks no module tree through its sampler.
     sampler.runner = runner
     runner.rejection_sampler = sampler
-    # With any speculation vLLM builds the minimum-length processor only; the walk is right with all of them.
+    # With any speculation vLLM builds the minimum-length processor only; the walk is right with all of them, also
+    # with those that the user brings or another package has registered.
+    own = tuple(runner.model_config.logits_processors or ())
+    custom = cached_load_custom_logitsprocs(own)
     runner.input_batch.logitsprocs = LogitsProcessors(
-        processor(runner.vllm_config, runner.device, PIN_MEMORY) for processor in BUILTIN_LOGITS_PROCESSORS
+        processor(runner.vllm_config, runner.device, PIN_MEMORY)
+        for processor in (*BUILTIN_LOGITS_PROCESSORS, *custom)
     )
+    runner.input_batch.logitsprocs_need_output_token_ids |= bool(custom)
 
 
 def _to(array: Any, device: torch.device) -> torch.Tensor:

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from vllm.utils.torch_utils import PIN_MEMORY
 from vllm.v1.outputs import LogprobsTensors, SamplerOutput
-from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessors
+from vllm.v1.sample.logits_processor import AdapterLogitsProcessor, BatchUpdate, LogitsProcessors
 from vllm.v1.sample.logits_processor.builtin import (
     LogitBiasLogitsProcessor,
     MinPLogitsProcessor,
@@ -27,6 +27,7 @@ from vllm.v1.sample.rejection_sampler import PLACEHOLDER_TOKEN_ID, RejectionSamp
 from vllm_ext.grammars import Masks
 from vllm_ext.samplers.tree_walk import greedy_walk, walk
 from vllm_ext.v1_drawn import DrawnSampler
+from vllm_ext.v1_rules import RuleProcessor
 from vllm_ext.v1_trees import StepTrees
 
 VERIFICATION = 0xACCE  # in the seed of its noise: apart from the draft's
@@ -247,4 +248,8 @@ def _is_idle(processor: Any) -> bool:
         return not processor.biases
     if isinstance(processor, MinPLogitsProcessor):
         return not processor.min_p_count
-    return False
+    if isinstance(processor, RuleProcessor):
+        return processor.is_idle
+    if isinstance(processor, AdapterLogitsProcessor):
+        return not processor.req_info
+    return False  # one that is not known

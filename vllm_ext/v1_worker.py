@@ -23,7 +23,13 @@ class Worker(PlatformWorker):  # type: ignore[misc]  # vLLM is untyped to us
         """Refuse a vLLM that has moved before any model is loaded, then install the runner."""
         compat.check_hooks()
         v1_attention.register()
-        super().init_device()
+        model_config = self.vllm_config.model_config
+        # vLLM refuses them next to speculation, as its rejection sampler applies none; ours applies all.
+        processors, model_config.logits_processors = model_config.logits_processors, None
+        try:
+            super().init_device()
+        finally:
+            model_config.logits_processors = processors
         v1_runner.install(self.model_runner)
 
     def compile_or_warm_up_model(self) -> Any:

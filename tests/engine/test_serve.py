@@ -16,17 +16,27 @@ import pytest
 from helpers import own_prompts
 
 from vllm_ext import demo
+from vllm_ext.trie_build import build
 
 pytestmark = pytest.mark.engine
 
 METHOD: dict[str, object] = {"method": "token_recycling", "num_speculative_tokens": 4, "matrix_width": 8}
 
 
+ANSWERS = ["a cat", "a dog", "a dog and a cat"]
+
+
 @pytest.fixture(scope="module")
-def server(model_dir: str) -> Iterator[demo.Server]:
+def server(model_dir: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[demo.Server]:
+    folder = tmp_path_factory.mktemp("trie")
+    (folder / "pets.txt").write_text("\n".join(ANSWERS))
+    file = folder / "pets.trie"
+    build([folder / "pets.txt"], file, model_dir, "text", "", lambda *_: None)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_LOGGING_LEVEL", "INFO")  # the log is tested
         server = demo.Server("tested", model_dir, "float32", METHOD)
+        rules = {"vllm_ext": {"rules": {"trie": {"files": {"pets": str(file)}}}}}
+        server.command += ["--additional-config", json.dumps(rules)]
         with server:
             patch.undo()
             for _ in demo.wait_until_ready([server]):
@@ -116,6 +126,31 @@ def test_bad_requests_get_400_and_hurt_nobody(server: demo.Server) -> None:
     )
     assert status == 200, reply
     assert answer(server, "Say hello.")
+
+
+def test_rules_of_requests(server: demo.Server) -> None:
+    """Several at once, beside wrong ones and a free one."""
+    messages = [{"role": "user", "content": "Which animal do you like?"}]
+
+    def ask(**body: Any) -> tuple[int, Any]:
+        return post(server, "/v1/chat/completions", messages=messages, max_tokens=24, **body)
+
+    bodies: list[dict[str, Any]] = [
+        {"vllm_xargs": {"trie": "pets"}},
+        {"vllm_xargs": {"trie": "pets"}, "temperature": 1, "seed": 1},
+        {},
+        {"vllm_xargs": {"trie": "plants"}},
+        {"vllm_xargs": {"trie": "pets"}, "ignore_eos": True},
+        {"vllm_xargs": {"trie": "pets"}, "response_format": {"type": "json_object"}},
+    ]
+    with ThreadPoolExecutor(6) as pool:
+        replies = list(pool.map(lambda body: ask(**body), bodies))
+    assert [status for status, _ in replies] == [200, 200, 200, 400, 400, 400]
+    texts = [reply["choices"][0]["message"]["content"] for _, reply in replies[:3]]
+    assert set(texts[:2]) <= set(ANSWERS)
+    assert texts[2] not in ANSWERS
+    assert "vllm_xargs: trie='plants' is not allowed; allowed: 'pets'." in json.dumps(replies[3][1])
+    assert "does not go with ignore_eos=True" in json.dumps(replies[4][1])
 
 
 def test_aborts_in_mid_stream(server: demo.Server) -> None:

@@ -45,6 +45,8 @@ def test_masks_are_those_of_a_dictionary(sequences: list[list[int]]) -> None:
     states = np.array([state_of(made, prefix) for prefix in [*prefixes, *others]], dtype=np.int32)
     assert sorted(states[: len(prefixes)].tolist()) == list(range(len(prefixes)))
     assert (states[len(prefixes) :] == DEAD).all()
+    for prefix, state in zip([*prefixes, *others], states.tolist(), strict=True):
+        assert trie.follow(made, np.array(prefix, dtype=np.int32)) == state
     masks = np.full((len(states), -(-VOCAB // 32)), -1, dtype=np.int32)
     trie.fill_masks(made, states, END, masks)
     assert bits(masks) == [trie_ref.allowed(reference, prefix, END) for prefix in [*prefixes, *others]]

@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The rule interface: rows of logits in, rows of logits out. No engine type crosses it.
+
+A *rule* says what the target distribution ``p`` of a request is, where that is not what the model's logits say. It is a
+pure function of rows of logits, of the tokens before each row, and of the request's parameters. So it is right without
+speculation, on a chain and on a tree, where rows of one request stand behind different tokens: the engine adapter
+applies it to each row that verification visits, behind that row's own path. What a rule keeps between calls may make
+it faster, never make a difference.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol
+
+import torch
+from pydantic import BaseModel, ConfigDict
+
+
+class RuleOptions(BaseModel):
+    """What the server is started with, as the user writes it in ``--additional-config``. Strict: no unknown key."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+class RuleParams(BaseModel):
+    """What a request says, a key of ``vllm_xargs`` each. Strict; the keys of all rules differ."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What else a request asks for; a rule may have to refuse it."""
+
+    structured: bool  # structured_outputs, response_format
+    ignores_end: bool  # ignore_eos
+    min_tokens: int
+    lists_tokens: bool  # allowed_token_ids, bad_words
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Where a row of logits stands."""
+
+    prompt: Sequence[int]
+    output: Sequence[int]  # since the prompt's end, with the path down the draft tree; may go on behind `end`
+    end: int  # the token that ends the request
+    params: Any  # the rule's `Params`
+
+
+class Constraint(Protocol):
+    """What may come behind a row, for drafts: those that it forbids are never accepted."""
+
+    def accept(self, token: int) -> bool:
+        """Take one token more; False, and nothing changes, where it may not come."""
+
+    def rollback(self, num_tokens: int) -> None:
+        """Take back the last ones."""
+
+    def forced(self, most: int) -> list[int]:
+        """The next tokens as long as each is the only one that may come, so many at most."""
+
+
+class Rule(ABC):
+    """Base class of all rules."""
+
+    # What `vllm-ext rules` prints.
+    summary: ClassVar[str]
+    paper: ClassVar[str]
+    Options: ClassVar[type[RuleOptions]] = RuleOptions
+    Params: ClassVar[type[RuleParams]]
+
+    @classmethod
+    @abstractmethod
+    def from_options(cls, options: Any, vocab_size: int) -> Rule:
+        """Build the rule. ``options`` is an instance of ``cls.Options`` that `check` has let through."""
+
+    @classmethod
+    def check(cls, options: Any, vocab_size: int, tokenizer_hash: Callable[[], str]) -> None:
+        """Refuse at start-up what the options' own rules cannot see: files, say.
+
+        Args:
+            options: an instance of ``cls.Options``.
+            vocab_size: number of token ids of the target.
+            tokenizer_hash: tells which id stands for which token; loads the tokenizer when it is called.
+
+        Raises:
+            ValueError: the message names the field, the value, what is wrong and the way out.
+        """
+
+    @classmethod
+    @abstractmethod
+    def problem(cls, options: Any, params: Any, asked: Asked) -> str | None:
+        """Why a request cannot be served, with the way out; None where it can."""
+
+    def warm_up(self) -> None:
+        """Compile what would else stall the first request."""
+
+    @abstractmethod
+    def apply(self, logits: torch.Tensor, rows: Sequence[Row]) -> None:
+        """Make the logits those of ``p``, in place.
+
+        Args:
+            logits: float32 ``[num_rows, vocab]``, before penalties, temperature and truncation.
+            rows: as many. Where the output has ended anything will do that is not minus infinity everywhere.
+        """
+
+    def constraint(self, row: Row) -> Constraint | None:
+        """What may be drafted behind a row; None where any token may."""
+        return None
+
+
+def rows_by(rows: Sequence[Row], key: Callable[[Row], Any]) -> Mapping[Any, list[int]]:
+    """Indices of rows, by what a function says of them."""
+    groups: dict[Any, list[int]] = {}
+    for place, row in enumerate(rows):
+        groups.setdefault(key(row), []).append(place)
+    return groups

@@ -1,0 +1,20 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rule names to classes. A new rule is one file and one line here."""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+from vllm_ext.samplers.base import Rule
+
+# In the order in which they change a row that several rules are for.
+RULES: dict[str, str] = {
+    "trie": "vllm_ext.samplers.trie:TrieRule",
+}
+
+
+def load_rule(name: str) -> type[Rule]:
+    """The class of a rule that is in the registry."""
+    module, _, attribute = RULES[name].partition(":")
+    rule: type[Rule] = getattr(import_module(module), attribute)
+    return rule

@@ -1,0 +1,206 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rules of a server and of its requests; the file of rule trie from the command line; no engine is started."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+pytest.importorskip("vllm")
+
+from vllm import SamplingParams
+from vllm.engine.arg_utils import EngineArgs
+from vllm.exceptions import VLLMValidationError
+from vllm.sampling_params import StructuredOutputsParams
+from vllm.v1.sample.logits_processor import validate_logits_processors_parameters
+
+from vllm_ext import rules, v1_rules
+from vllm_ext.cli import app
+from vllm_ext.kernels import trie
+from vllm_ext.samplers import trie_file
+
+ANSWERS = ["yes", "no", "not at all", "not yet", "yes"]
+
+
+def run(*arguments: object) -> Any:
+    return CliRunner().invoke(app, list(map(str, arguments)))
+
+
+@pytest.fixture(scope="module")
+def made(slice_dir: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("trie")
+    (folder / "in.txt").write_text("\n".join([*ANSWERS, "", ""]))
+    built = run(
+        "trie", "build", "--tokenizer", slice_dir, "--output", folder / "short.trie", folder / "in.txt"
+    )
+    assert built.exit_code == 0, built.output
+    assert "4 answers of " in built.output
+    assert "left out: empty answers: 1" in built.output
+    assert "left out: answers that are there already: 1" in built.output
+    config = {"vllm_ext": {"rules": {"trie": {"files": {"short": str(folder / "short.trie")}}}}}
+    assert f"--additional-config '{json.dumps(config)}'" in built.output
+    return folder / "short.trie"
+
+
+def engine_config(slice_dir: str, given: Any, **options: Any) -> Any:
+    return EngineArgs(
+        model=slice_dir, dtype="float32", max_model_len=256, additional_config={"vllm_ext": given}, **options
+    ).create_engine_config()
+
+
+def test_each_answer_is_in_the_file(made: Path, slice_dir: str) -> None:
+    from vllm_ext.vocabulary import load_tokenizer
+
+    tokenizer = load_tokenizer(slice_dir)
+    found, header = trie_file.open_trie(made)
+    assert header.num_sequences == 4
+    for answer in ANSWERS:
+        ids = tokenizer.encode(answer, add_special_tokens=False).ids
+        assert found.final[trie.follow(found, np.array(ids, dtype=np.int32))]
+    info = run("trie", "info", made)
+    assert info.exit_code == 0
+    assert "4 answers of " in info.output
+    assert header.tokenizer_hash in info.output
+
+
+def test_token_ids_and_text_make_the_same_file(made: Path, slice_dir: str, tmp_path: Path) -> None:
+    from vllm_ext.vocabulary import load_tokenizer
+
+    ids = [load_tokenizer(slice_dir).encode(text, add_special_tokens=False).ids for text in ANSWERS]
+    (tmp_path / "in.jsonl").write_text("\n".join(json.dumps({"name": row}) for row in ids[:3]))
+    longest = max(map(len, ids))
+    np.save(tmp_path / "in.npy", np.array([[*row, *[-1] * (longest - len(row))] for row in ids[3:]]))
+    out = tmp_path / "out.trie"
+    inputs = tmp_path / "in.jsonl", tmp_path / "in.npy"
+    built = run("trie", "build", "--tokenizer", slice_dir, "--output", out, "--field", "name", *inputs)
+    assert built.exit_code == 0, built.output
+    for left, right in zip(trie_file.open_trie(made)[0], trie_file.open_trie(out)[0], strict=True):
+        assert left.tolist() == right.tolist()
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "says"),
+    [
+        ("in.jsonl", '{"name": "x"}', "in.jsonl:1: there is no field 'text'; its fields: name. Use --field"),
+        ("in.jsonl", "[1]", "its fields: none, it is no object"),
+        ("in.jsonl", '\n{"text"', "in.jsonl:2: no JSON"),
+        ("in.jsonl", '{"text": 3}', "field 'text' holds 3; a string or a list of token ids is needed"),
+        ("in.jsonl", '{"text": [1, 4096]}', "4096 is no token id; allowed: 0 to 4095"),
+        ("in.jsonl", '{"text": [1, true]}', "True is no token id"),
+        ("in.txt", "\n\n", "the inputs hold no answer"),
+        ("in.npy", "words", "in.npy: no .npy file of numbers"),
+    ],
+)
+def test_inputs_that_cannot_be_read(
+    slice_dir: str, tmp_path: Path, name: str, content: str, says: str
+) -> None:
+    (tmp_path / name).write_text(content)
+    out = tmp_path / "out.trie"
+    done = run("trie", "build", "--tokenizer", slice_dir, "--output", out, tmp_path / name)
+    assert done.exit_code == 1
+    assert says in done.output.replace("\n", ""), done.output
+    assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    ("array", "says"),
+    [
+        (np.zeros(3, np.int32), "holds int32 [3]; integers [num_sequences, longest] are needed"),
+        (np.array([[1, -1, 2]]), "row 0 goes on behind its end"),
+        (np.array([[1, 2], [3, 4096]]), "row 1 holds 4096, no token id"),
+    ],
+)
+def test_arrays_that_cannot_be_read(slice_dir: str, tmp_path: Path, array: np.ndarray, says: str) -> None:
+    np.save(tmp_path / "in.npy", array)
+    done = run("trie", "build", "--tokenizer", slice_dir, "--output", tmp_path / "out", tmp_path / "in.npy")
+    assert done.exit_code == 1
+    assert says in done.output.replace("\n", ""), done.output
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        (3, r'additional_config\["vllm_ext"\]=3 is not allowed; allowed: an object with \'rules\''),
+        ({"rule": {}}, r"unknown key 'rule'; known: 'rules'"),
+        ({"speculation": {}}, r"unknown key 'speculation'; known: 'rules'"),
+        ({"rules": {}}, r'\["rules"\]=\{\} is not allowed; allowed: an object of rules: trie'),
+        ({"rules": {"tri": {}}}, r"unknown rule 'tri'; known: trie"),
+        (
+            {"rules": {"trie": {}}},
+            r"rule 'trie': files is missing, and required: the sets that requests can name",
+        ),
+        ({"rules": {"trie": {"files": {"a": 3}}}}, r"files.a=3 is not allowed; allowed: object"),
+        (
+            {"rules": {"trie": {"files": {"a": "x"}, "b": 1}}},
+            r"unknown option b=1.*`vllm-ext rules` explains",
+        ),
+        (
+            {"rules": {"trie": {"files": {"a": "/no"}}}},
+            r"rule 'trie': files.a='/no' cannot be read \(No such file",
+        ),
+    ],
+)
+@pytest.mark.parametrize("method", [None, {"method": "token_recycling"}])
+def test_wrong_rules_end_start_up(slice_dir: str, method: Any, given: Any, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        engine_config(slice_dir, given, speculative_config=method)
+
+
+def test_what_rules_do_not_work_with(slice_dir: str, made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = {"rules": {"trie": {"files": {"short": str(made)}}}}
+    with pytest.raises(ValueError, match=r"speculative_config.method='ngram'.*Use one of vllm-ext's"):
+        engine_config(slice_dir, given, speculative_config={"method": "ngram", "num_speculative_tokens": 3})
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
+    with pytest.raises(ValueError, match="set VLLM_USE_V2_MODEL_RUNNER=0"):
+        engine_config(slice_dir, given)
+
+
+@pytest.mark.parametrize("method", [None, {"method": "token_recycling"}])
+def test_requests_are_looked_at_where_they_come_in(slice_dir: str, made: Path, method: Any) -> None:
+    given = {"rules": {"trie": {"files": {"short": str(made)}}}}
+    config = engine_config(slice_dir, given, speculative_config=method)
+    processors = config.model_config.logits_processors
+
+    def refused(extra_args: dict[str, Any], **options: Any) -> str:
+        with pytest.raises(VLLMValidationError) as error:
+            validate_logits_processors_parameters(
+                processors, SamplingParams(extra_args=extra_args, **options)
+            )
+        return str(error.value)
+
+    assert "vllm_xargs: trie='long' is not allowed; allowed: 'short'." in refused({"trie": "long"})
+    assert "vllm_xargs: trie=3 is not allowed; allowed: string. Of rule trie: trie: string." in refused(
+        {"trie": 3}
+    )
+    assert "does not go with ignore_eos=True" in refused({"trie": "short"}, ignore_eos=True)
+    structured = StructuredOutputsParams(choice=["a"])
+    assert "structured_outputs" in refused({"trie": "short"}, structured_outputs=structured)
+    for fine in ({"trie": "short"}, {"session_id": "4"}, None):
+        validate_logits_processors_parameters(processors, SamplingParams(extra_args=fine))
+
+
+def test_a_rule_that_is_not_there_is_named(made: Path) -> None:
+    settings = rules.parse({"trie": {"files": {"short": str(made)}}})
+    nothing = rules.RuleSettings({})
+    asking = SamplingParams(extra_args={"trie": "short"})
+    with pytest.raises(
+        ValueError, match=r"vllm_xargs trie: this server has no rule 'trie'; start it with --addit"
+    ):
+        nothing.validate(asking)
+    (found,) = settings.of_request(asking)
+    assert found.name == "trie"
+    # The name carries them to any process.
+    module, _, name = v1_rules.name_of(settings).partition(":")
+    assert module == v1_rules.__name__
+    assert getattr(v1_rules.configured, name.split(".")[1]).settings == settings
+
+
+def test_the_table_of_rules() -> None:
+    done = run("rules")
+    assert done.exit_code == 0
+    assert "trie" in done.output

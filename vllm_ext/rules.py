@@ -1,0 +1,215 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sampling rules as a server has them: ``additional_config["vllm_ext"]["rules"]``, and what requests say of them.
+
+Nothing of vLLM's but the names of some fields of SamplingParams; `v1_rules` is the adapter.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from pydantic import ValidationError
+
+from vllm_ext import config
+from vllm_ext.proposers.base import Request
+from vllm_ext.proposers.tree import DraftTree
+from vllm_ext.proposers.under_grammar import under_grammar
+from vllm_ext.samplers.base import Asked, Row, Rule, RuleOptions, RuleParams
+from vllm_ext.samplers.registry import RULES, load_rule
+
+FIELD = f'additional_config["{config.ADDITIONAL_CONFIG_KEY}"]'
+EXAMPLE = '--additional-config \'{"vllm_ext": {"rules": {"%s": {...}}}}\''
+
+
+class Asking(NamedTuple):
+    """A rule that a request is under."""
+
+    name: str
+    params: RuleParams
+
+
+@dataclass(frozen=True)
+class RuleSettings:
+    """The validated rules of a server."""
+
+    options: Mapping[str, RuleOptions]  # by name, in the registry's order
+
+    @functools.cached_property
+    def as_json(self) -> str:
+        """What travels to other processes."""
+        return json.dumps({name: options.model_dump() for name, options in self.options.items()})
+
+    def check(self, vocab_size: int, tokenizer_hash: Callable[[], str]) -> None:
+        """Refuse what cannot work with this model; see `Rule.check`.
+
+        Raises:
+            ValueError: naming the rule, the field, the value and the way out.
+        """
+        for name, options in self.options.items():
+            _check(name, options, vocab_size, tokenizer_hash)
+
+    def of_request(self, params: Any) -> list[Asking]:
+        """The rules that a request is under, in the registry's order.
+
+        Args:
+            params: vLLM's SamplingParams.
+
+        Raises:
+            ValueError: a parameter is wrong; the message says what is allowed.
+        """
+        given = params.extra_args
+        if not given or _keys().keys().isdisjoint(given):
+            return []
+        asked: dict[str, dict[str, Any]] = {}
+        for key, value in given.items():
+            if (name := _keys().get(key)) is not None:
+                asked.setdefault(name, {})[key] = value
+        return [
+            Asking(name, _params(name, json.dumps(asked[name], default=repr)))
+            for name in RULES
+            if name in asked
+        ]
+
+    def validate(self, params: Any) -> None:
+        """Refuse a request; see `of_request`.
+
+        Raises:
+            ValueError: also for a rule that this server does not have, or that contradicts what else is asked for.
+        """
+        asked = Asked(
+            structured=params.structured_outputs is not None,
+            ignores_end=bool(params.ignore_eos),
+            min_tokens=params.min_tokens,
+            lists_tokens=bool(params.allowed_token_ids or params.bad_words),
+        )
+        for name, parsed in self.of_request(params):
+            if name not in self.options:
+                raise ValueError(
+                    f"vllm_xargs {', '.join(parsed.model_fields_set)}: this server has no rule {name!r}; start it with "
+                    f"{EXAMPLE % name}, or leave them out."
+                )
+            if problem := load_rule(name).problem(self.options[name], parsed, asked):
+                raise ValueError(f"vllm_xargs: {problem}.")
+
+
+def _check(name: str, options: RuleOptions, vocab_size: int, tokenizer_hash: Callable[[], str]) -> None:
+    try:
+        load_rule(name).check(options, vocab_size, tokenizer_hash)
+    except ValueError as error:
+        raise ValueError(f"{FIELD}: rule {name!r}: {error}.") from None
+
+
+def parse(given: Any) -> RuleSettings:
+    """Validate what the user wrote under ``rules``.
+
+    Raises:
+        ValueError: an unknown rule or option, or a wrong value; the message says what is allowed, and the way out.
+    """
+    if not isinstance(given, Mapping) or not given:
+        raise ValueError(
+            f'{FIELD}["rules"]={given!r} is not allowed; allowed: an object of rules: {", ".join(RULES)}.'
+        )
+    if unknown := [name for name in given if name not in RULES]:
+        raise ValueError(f"{FIELD}: unknown rule {unknown[0]!r}; known: {', '.join(RULES)}.")
+    options: dict[str, RuleOptions] = {}
+    for name in RULES:
+        if name in given:
+            rule = load_rule(name)
+            try:
+                options[name] = rule.Options.model_validate(given[name])
+            except ValidationError as error:
+                raise ValueError(
+                    f"{FIELD}: rule {name!r}: {config.explain(rule.Options, error, f'Options of {name}')} Correct or "
+                    "remove it in --additional-config; `vllm-ext rules` explains each option."
+                ) from None
+    return RuleSettings(options)
+
+
+def from_config(engine_args: Any) -> RuleSettings | None:
+    """The rules that the user wrote; None where there are none.
+
+    Raises:
+        ValueError: see `parse`; or something else stands beside them.
+    """
+    ours = config.ours(engine_args)
+    if not isinstance(ours, Mapping):
+        raise ValueError(f"{FIELD}={ours!r} is not allowed; allowed: an object with {config.RULES!r}.")
+    if unknown := [key for key in ours if key != config.RULES]:
+        raise ValueError(f"{FIELD}: unknown key {unknown[0]!r}; known: {config.RULES!r}.")
+    return parse(ours[config.RULES]) if ours else None
+
+
+def of_vllm_config(vllm_config: Any) -> RuleSettings | None:
+    """The rules that a VllmConfig carries; None where there are none."""
+    stored = config.ours(vllm_config).get(config.RULES)
+    return None if stored is None else parse(stored)
+
+
+@functools.cache
+def load(settings: str, vocab_size: int) -> dict[str, Rule]:
+    """The rules themselves, by name; one of each in a process.
+
+    Args:
+        settings: JSON of `RuleSettings`.
+        vocab_size: number of token ids of the target.
+    """
+    rules = {
+        name: load_rule(name).from_options(options, vocab_size)
+        for name, options in parse(json.loads(settings)).options.items()
+    }
+    for rule in rules.values():
+        rule.warm_up()
+    return rules
+
+
+class RuledRequests:
+    """What drafts may be, of the running requests that are under rules."""
+
+    def __init__(self, settings: RuleSettings, vocab_size: int) -> None:
+        self._settings = settings
+        self._rules = load(settings.as_json, vocab_size)
+        self._asking: dict[str, tuple[list[Asking], int]] = {}  # by request id; and what ends it
+
+    def start(self, request_id: str, params: Any) -> None:
+        """A request has come."""
+        self.finish(request_id)
+        if asking := self._settings.of_request(params):
+            self._asking[request_id] = asking, params.eos_token_id
+
+    def finish(self, request_id: str) -> None:
+        """A request is gone."""
+        self._asking.pop(request_id, None)
+
+    def tree(self, request: Request, output: Sequence[int], tree: DraftTree) -> DraftTree:
+        """What may be verified of a tree, with what is certain."""
+        if request.request_id not in self._asking or not request.has_room:
+            return tree
+        asking, end = self._asking[request.request_id]
+        prompt = request.tokens[: request.num_prompt_tokens].tolist()
+        for name, params in asking:
+            constraint = self._rules[name].constraint(Row(prompt, output, end, params))
+            if constraint is not None:
+                most = min(request.budget_tokens, request.max_depth)
+                forced = constraint.forced(most)
+                tree = under_grammar(constraint, tree, forced, request.budget_tokens, request.max_depth)
+        return tree
+
+
+@functools.cache
+def _keys() -> dict[str, str]:
+    """By key of ``vllm_xargs``, the rule whose it is."""
+    return {key: name for name in RULES for key in load_rule(name).Params.model_fields}
+
+
+@functools.lru_cache(1024)
+def _params(name: str, given: str) -> RuleParams:
+    """Validated parameters of a rule, from JSON; asked for on every row that stands behind drafts."""
+    rule = load_rule(name)
+    try:
+        return rule.Params.model_validate(json.loads(given))
+    except ValidationError as error:
+        raise ValueError(f"vllm_xargs: {config.explain(rule.Params, error, f'Of rule {name}')}") from None

@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sampling rules as a logits processor of vLLM's V1 runner, without speculation and in the walk down a tree.
+
+Passed by name in the engine's own ``logits_processors``, and never through the entry-point group of that name, which a
+V2 runner would refuse to start with. vLLM asks the class whether a request is right and tells it nothing of the
+configuration, in whatever process it takes requests in; so the rules' settings are in the class's name.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from typing import Any, ClassVar
+
+import torch
+from vllm import SamplingParams
+from vllm.exceptions import VLLMValidationError
+from vllm.v1.sample.logits_processor import LogitsProcessor
+from vllm.v1.sample.logits_processor.builtin import process_dict_updates
+
+from vllm_ext import rules
+from vllm_ext.rules import RuleSettings
+from vllm_ext.samplers.base import Row
+
+
+class RuleProcessor(LogitsProcessor):  # type: ignore[misc]  # vLLM is untyped to us
+    """The rules of one server; a subclass has their settings."""
+
+    settings: ClassVar[RuleSettings]
+
+    @classmethod
+    def validate_params(cls, sampling_params: SamplingParams) -> None:
+        """HTTP 400 for what the rules refuse."""
+        try:
+            cls.settings.validate(sampling_params)
+        except ValueError as error:
+            raise VLLMValidationError(str(error), parameter="vllm_xargs") from None
+
+    def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
+        self._rules = rules.load(self.settings.as_json, vllm_config.model_config.get_vocab_size())
+        self._rows: dict[int, dict[str, Row]] = {}  # by batch index, by rule
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no request of the batch is under a rule."""
+        return not self._rows
+
+    def is_argmax_invariant(self) -> bool:
+        """They say what may be sampled at all."""
+        return False
+
+    def update_state(self, batch_update: Any) -> None:
+        """See vLLM's."""
+        process_dict_updates(self._rows, batch_update, self._new)
+
+    def _new(
+        self, params: SamplingParams, prompt: list[int] | None, output: list[int]
+    ) -> dict[str, Row] | None:
+        """A request's rows; the list of its output is vLLM's own, which grows."""
+        asking = self.settings.of_request(params)
+        return {name: Row(prompt or [], output, params.eos_token_id, its) for name, its in asking} or None
+
+    def apply(self, logits: torch.Tensor) -> torch.Tensor:
+        """See vLLM's."""
+        for name, rule in self._rules.items():
+            rows = {index: its[name] for index, its in self._rows.items() if name in its}
+            if len(rows) == len(logits):
+                rule.apply(logits, [rows[index] for index in range(len(logits))])
+            elif rows:
+                index = torch.tensor(list(rows), device=logits.device)
+                part = logits[index]
+                rule.apply(part, list(rows.values()))
+                logits[index] = part
+        return logits
+
+
+def name_of(settings: RuleSettings) -> str:
+    """What to put in ``logits_processors``."""
+    return f"{__name__}:configured.x{settings.as_json.encode().hex()}"
+
+
+class _Configured:
+    """The classes that `name_of` names."""
+
+    def __getattr__(self, name: str) -> type[RuleProcessor]:
+        if not name.startswith("x"):
+            raise AttributeError(name)
+        return _class_of(bytes.fromhex(name[1:]).decode())
+
+
+@functools.cache
+def _class_of(settings: str) -> type[RuleProcessor]:
+    return type("RuleProcessor", (RuleProcessor,), {"settings": rules.parse(json.loads(settings))})
+
+
+configured = _Configured()

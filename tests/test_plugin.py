@@ -39,6 +39,34 @@ def test_a_method_becomes_options_vllm_knows(model_dir: str) -> None:
         assert args.additional_config == {"mine": 1}
 
 
+def test_drafts_come_with_tokens_where_workers_are_processes(
+    model_dir: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from types import SimpleNamespace
+
+    from vllm.v1.executor import Executor as AnyExecutor
+    from vllm.v1.executor.multiproc_executor import MultiprocExecutor
+
+    from vllm_ext import v1_executor
+
+    made = config_for(model_dir, speculative_config=METHOD)
+    assert AnyExecutor.get_class(made) is v1_executor.Executor
+    assert made.parallel_config.distributed_executor_backend == plugin.EXECUTOR_CLASS
+    users = config_for(model_dir, speculative_config=METHOD, distributed_executor_backend=MultiprocExecutor)
+    assert AnyExecutor.get_class(users) is MultiprocExecutor
+    assert config_for(model_dir).parallel_config.distributed_executor_backend == "mp"
+
+    answers = [SimpleNamespace(**{v1_executor.DRAFTS: "new"}), SimpleNamespace()]
+    monkeypatch.setattr(MultiprocExecutor, "sample_tokens", lambda *_: answers.pop(0))
+    monkeypatch.setattr(MultiprocExecutor, "take_draft_token_ids", lambda _: "asked for")
+    executor = object.__new__(v1_executor.Executor)
+    monkeypatch.setattr(executor, "shutdown", lambda: None)
+    executor.sample_tokens(None)
+    assert [executor.take_draft_token_ids() for _ in range(2)] == ["new", "asked for"]
+    executor.sample_tokens(None)
+    assert executor.take_draft_token_ids() == "asked for"
+
+
 def test_a_state_folder_is_made_absolute_and_engines_get_time_to_save(
     model_dir: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

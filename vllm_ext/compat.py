@@ -132,6 +132,18 @@ HOOKS = (
         ("self", "logits", "sampling_metadata"),
         "draws the target's tokens",
     ),
+    Hook(
+        "vllm.v1.executor.multiproc_executor",
+        "MultiprocExecutor.sample_tokens",
+        ("self", "grammar_output", "non_block"),
+        "takes drafts with the tokens they follow",
+    ),
+    Hook(
+        "vllm.v1.executor.multiproc_executor",
+        "MultiprocExecutor.take_draft_token_ids",
+        ("self",),
+        "spares asking for them",
+    ),
     Hook("vllm.v1.sample.logits_processor", "BatchUpdate", None, "tells processors of a path's tokens"),
     Hook(
         "vllm.v1.sample.logits_processor",

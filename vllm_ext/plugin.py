@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 # What vLLM loads as its custom_class drafter, and what drives it.
 DRAFTER_CLASS = "vllm_ext.v1_drafter.Drafter"
 WORKER_CLASS = "vllm_ext.v1_worker.Worker"
+EXECUTOR_CLASS = "vllm_ext.v1_executor.Executor"
 SCHEDULER_CLASS = "vllm_ext.v1_scheduler.Scheduler"  # of methods that draft with a model
 
 
@@ -92,6 +93,9 @@ def _create_engine_config(original: Any, engine_args: Any, *args: Any, **kwargs:
     if settings is not None:
         _check_method(vllm_config, settings)
         patches.allow_all_sampling_parameters(DRAFTER_CLASS)
+        # Not before: vLLM chooses one itself, and knows its own by name while it does.
+        if vllm_config.parallel_config.distributed_executor_backend == "mp":
+            vllm_config.parallel_config.distributed_executor_backend = EXECUTOR_CLASS
         # Our counters are a file named after the instance; vLLM's own five hex digits could meet on a busy host.
         vllm_config.instance_id = uuid.uuid4().hex
         logger.info("vllm-ext %s: speculative method %s", __version__, settings)

@@ -27,7 +27,7 @@ from vllm.v1.sample.logits_processor import (
     cached_load_custom_logitsprocs,
 )
 
-from vllm_ext import cpu, v1_attention
+from vllm_ext import cpu, v1_attention, v1_executor
 from vllm_ext.hidden_states import HiddenStates
 from vllm_ext.kernels.tree_attention import TreeRows
 from vllm_ext.proposers.step_cost import StepCost
@@ -260,7 +260,11 @@ class SpeculativeRunner:
                 self.hidden_states.hold(state.aux_hidden_states, self.logits_rows)
             top_ids = self.drafter.tap(self.step_trees, state.logits)
             self.greedy_choice = None if grammar_output is not None or top_ids is None else top_ids[:, 0]
-        return super().sample_tokens(grammar_output)  # type: ignore[misc]
+        output = super().sample_tokens(grammar_output)  # type: ignore[misc]
+        if state is not None and output is not None:
+            runner: Any = self
+            setattr(output, v1_executor.DRAFTS, runner.take_draft_token_ids())
+        return output
 
     def _sample(self, logits: Any, spec_decode_metadata: Any) -> Any:
         """Walk the trees, then make the KV cache what it would be had the accepted path been a chain."""

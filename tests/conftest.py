@@ -22,6 +22,8 @@ os.environ.setdefault(
     "VLLM_ALLOW_INSECURE_SERIALIZATION", "1"
 )  # a mutation is sent to a worker as a function
 
+# Go with those that share engines, so that both lanes (Makefile) take equally long.
+BESIDE_SHARED = {"test_bench.py", "test_sampling_rules.py"}
 SHUTDOWN_SECONDS = 30  # after which an engine is killed; it takes 5 to 10
 ENGINE_OPTIONS: dict[str, Any] = {
     "dtype": "float32",
@@ -41,7 +43,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if {"plain_llm", "tested_llm", "hybrid_llm"} & set(getattr(item, "fixturenames", ())):
+        fixtures = set(getattr(item, "fixturenames", ()))
+        if {"plain_llm", "tested_llm", "hybrid_llm"} & fixtures or item.path.name in BESIDE_SHARED:
             item.add_marker("shared")
 
 

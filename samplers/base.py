@@ -39,6 +39,10 @@ class Asked:
     ignores_end: bool  # ignore_eos
     min_tokens: int
     lists_tokens: bool  # allowed_token_ids, bad_words
+    temperature: float  # 0: greedy
+    seed: int | None
+    truncates: bool  # top_k, top_p, min_p
+    penalizes: bool  # repetition_penalty, presence_penalty, frequency_penalty, logit_bias
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +53,22 @@ class Row:
     output: Sequence[int]  # since the prompt's end, with the path down the draft tree; may go on behind `end`
     end: int  # the token that ends the request
     params: Any  # the rule's `Params`
+    asked: Asked
+
+
+class Vocabulary(Protocol):
+    """The target's token ids."""
+
+    @property
+    def size(self) -> int:
+        """How many there are."""
+
+    @property
+    def pieces(self) -> Sequence[bytes]:
+        """By id, what a token adds to the text; nothing for special tokens, and for ids that stand for none."""
+
+    def encode(self, text: str) -> list[int]:
+        """The tokens of a text alone, without special ones."""
 
 
 class Constraint(Protocol):
@@ -75,7 +95,7 @@ class Rule(ABC):
 
     @classmethod
     @abstractmethod
-    def from_options(cls, options: Any, vocab_size: int) -> Rule:
+    def from_options(cls, options: Any, vocabulary: Vocabulary) -> Rule:
         """Build the rule. ``options`` is an instance of ``cls.Options`` that `check` has let through."""
 
     @classmethod
@@ -111,6 +131,11 @@ class Rule(ABC):
     def constraint(self, row: Row) -> Constraint | None:
         """What may be drafted behind a row; None where any token may."""
         return None
+
+
+def text_of(vocabulary: Vocabulary, tokens: Sequence[int]) -> bytes:
+    """The text of some tokens; a character that goes on behind them is there in part."""
+    return b"".join([vocabulary.pieces[token] for token in tokens])
 
 
 def rows_by(rows: Sequence[Row], key: Callable[[Row], Any]) -> Mapping[Any, list[int]]:

@@ -22,7 +22,7 @@ from vllm_ext.kernels import trie as kernel
 from vllm_ext.kernels.token_mask import mask_rows
 from vllm_ext.kernels.trie import DEAD, Int32, Trie
 from vllm_ext.samplers import trie_file
-from vllm_ext.samplers.base import Asked, Row, Rule, RuleOptions, RuleParams, rows_by
+from vllm_ext.samplers.base import Asked, Row, Rule, RuleOptions, RuleParams, Vocabulary, rows_by
 
 
 class TrieOptions(RuleOptions):
@@ -59,10 +59,10 @@ class TrieRule(Rule):
         self._words = -(-vocab_size // 32)  # of a mask
 
     @classmethod
-    def from_options(cls, options: TrieOptions, vocab_size: int) -> TrieRule:
+    def from_options(cls, options: TrieOptions, vocabulary: Vocabulary) -> TrieRule:
         """See the base class; maps the files."""
         tries = {name: trie_file.open_trie(file)[0] for name, file in options.files.items()}
-        return cls(tries, vocab_size)
+        return cls(tries, vocabulary.size)
 
     @classmethod
     def check(cls, options: TrieOptions, vocab_size: int, tokenizer_hash: Callable[[], str]) -> None:

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from vllm_ext.kernels import trie, trie_ref
-from vllm_ext.samplers.base import Row
+from vllm_ext.samplers.base import Asked, Row
 from vllm_ext.samplers.trie import TrieParams, TrieRule
 
 VOCAB, END, LENGTH = 49_152, 2, 8
@@ -74,7 +74,17 @@ def main() -> None:
                 words[row, token >> 5] |= np.uint32(1 << (token & 31))
 
     rule = TrieRule({"set": made}, VOCAB)
-    rows = [Row([], prefix, END, TrieParams(trie="set")) for prefix in prefixes]
+    asked = Asked(
+        structured=False,
+        ignores_end=False,
+        min_tokens=0,
+        lists_tokens=False,
+        temperature=0.0,
+        seed=None,
+        truncates=False,
+        penalizes=False,
+    )
+    rows = [Row([], prefix, END, TrieParams(trie="set"), asked) for prefix in prefixes]
     logits = torch.randn(len(rows), VOCAB)
 
     def whole_rule() -> None:

@@ -20,6 +20,7 @@ from vllm_ext.proposers.tree import DraftTree
 from vllm_ext.proposers.under_grammar import under_grammar
 from vllm_ext.samplers.base import Asked, Row, Rule, RuleOptions, RuleParams
 from vllm_ext.samplers.registry import RULES, load_rule
+from vllm_ext.vocabulary import ModelVocabulary
 
 FIELD = f'additional_config["{config.ADDITIONAL_CONFIG_KEY}"]'
 EXAMPLE = '--additional-config \'{"vllm_ext": {"rules": {"%s": {...}}}}\''
@@ -80,12 +81,7 @@ class RuleSettings:
         Raises:
             ValueError: also for a rule that this server does not have, or that contradicts what else is asked for.
         """
-        asked = Asked(
-            structured=params.structured_outputs is not None,
-            ignores_end=bool(params.ignore_eos),
-            min_tokens=params.min_tokens,
-            lists_tokens=bool(params.allowed_token_ids or params.bad_words),
-        )
+        asked = asked_of(params)
         for name, parsed in self.of_request(params):
             if name not in self.options:
                 raise ValueError(
@@ -94,6 +90,25 @@ class RuleSettings:
                 )
             if problem := load_rule(name).problem(self.options[name], parsed, asked):
                 raise ValueError(f"vllm_xargs: {problem}.")
+
+
+def asked_of(params: Any) -> Asked:
+    """What vLLM's SamplingParams say besides ``vllm_xargs``."""
+    return Asked(
+        structured=params.structured_outputs is not None,
+        ignores_end=bool(params.ignore_eos),
+        min_tokens=params.min_tokens,
+        lists_tokens=bool(params.allowed_token_ids or params.bad_words),
+        temperature=params.temperature,
+        seed=params.seed,
+        truncates=params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0,
+        penalizes=bool(
+            params.repetition_penalty != 1.0
+            or params.presence_penalty
+            or params.frequency_penalty
+            or params.logit_bias
+        ),
+    )
 
 
 def _check(name: str, options: RuleOptions, vocab_size: int, tokenizer_hash: Callable[[], str]) -> None:
@@ -150,15 +165,15 @@ def of_vllm_config(vllm_config: Any) -> RuleSettings | None:
 
 
 @functools.cache
-def load(settings: str, vocab_size: int) -> dict[str, Rule]:
+def load(settings: str, vocabulary: ModelVocabulary) -> dict[str, Rule]:
     """The rules themselves, by name; one of each in a process.
 
     Args:
         settings: JSON of `RuleSettings`.
-        vocab_size: number of token ids of the target.
+        vocabulary: the target's.
     """
     rules = {
-        name: load_rule(name).from_options(options, vocab_size)
+        name: load_rule(name).from_options(options, vocabulary)
         for name, options in parse(json.loads(settings)).options.items()
     }
     for rule in rules.values():
@@ -169,16 +184,16 @@ def load(settings: str, vocab_size: int) -> dict[str, Rule]:
 class RuledRequests:
     """What drafts may be, of the running requests that are under rules."""
 
-    def __init__(self, settings: RuleSettings, vocab_size: int) -> None:
+    def __init__(self, settings: RuleSettings, vocabulary: ModelVocabulary) -> None:
         self._settings = settings
-        self._rules = load(settings.as_json, vocab_size)
-        self._asking: dict[str, tuple[list[Asking], int]] = {}  # by request id; and what ends it
+        self._rules = load(settings.as_json, vocabulary)
+        self._asking: dict[str, tuple[list[Asking], Any]] = {}  # by request id; and its SamplingParams
 
     def start(self, request_id: str, params: Any) -> None:
         """A request has come."""
         self.finish(request_id)
         if asking := self._settings.of_request(params):
-            self._asking[request_id] = asking, params.eos_token_id
+            self._asking[request_id] = asking, params
 
     def finish(self, request_id: str) -> None:
         """A request is gone."""
@@ -188,10 +203,12 @@ class RuledRequests:
         """What may be verified of a tree, with what is certain."""
         if request.request_id not in self._asking or not request.has_room:
             return tree
-        asking, end = self._asking[request.request_id]
+        asking, params = self._asking[request.request_id]
+        asked = asked_of(params)
         prompt = request.tokens[: request.num_prompt_tokens].tolist()
-        for name, params in asking:
-            constraint = self._rules[name].constraint(Row(prompt, output, end, params))
+        for name, its in asking:
+            row = Row(prompt, output, params.eos_token_id, its, asked)
+            constraint = self._rules[name].constraint(row)
             if constraint is not None:
                 most = min(request.budget_tokens, request.max_depth)
                 forced = constraint.forced(most)

@@ -27,6 +27,7 @@ from vllm_ext.proposers.sampled import ASKED_PER_NODE
 from vllm_ext.proposers.tree import DraftTree, Float32, Int32
 from vllm_ext.v1_memory import Memory
 from vllm_ext.v1_trees import StepTrees
+from vllm_ext.vocabulary import ModelVocabulary
 
 logger = init_logger("vllm.vllm_ext")
 
@@ -53,7 +54,7 @@ class Drafter:
         self.grammars = Grammars(vllm_config) if in_worker(vllm_config) else None
         self._ruled: rules.RuledRequests | None = None
         if (ruled := rules.of_vllm_config(vllm_config)) is not None:
-            self._ruled = rules.RuledRequests(ruled, self._vocab_size)
+            self._ruled = rules.RuledRequests(ruled, ModelVocabulary.of(vllm_config.model_config))
         # On all ranks alike: what is tapped decides how greedy tokens are found.
         self._exports = False
         self._export: Export | None = None  # rank 0's

@@ -21,6 +21,7 @@ from vllm.v1.sample.logits_processor.builtin import process_dict_updates
 from vllm_ext import rules
 from vllm_ext.rules import RuleSettings
 from vllm_ext.samplers.base import Row
+from vllm_ext.vocabulary import ModelVocabulary
 
 
 class RuleProcessor(LogitsProcessor):  # type: ignore[misc]  # vLLM is untyped to us
@@ -37,7 +38,7 @@ class RuleProcessor(LogitsProcessor):  # type: ignore[misc]  # vLLM is untyped t
             raise VLLMValidationError(str(error), parameter="vllm_xargs") from None
 
     def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
-        self._rules = rules.load(self.settings.as_json, vllm_config.model_config.get_vocab_size())
+        self._rules = rules.load(self.settings.as_json, ModelVocabulary.of(vllm_config.model_config))
         self._rows: dict[int, dict[str, Row]] = {}  # by batch index, by rule
 
     @property
@@ -58,7 +59,10 @@ class RuleProcessor(LogitsProcessor):  # type: ignore[misc]  # vLLM is untyped t
     ) -> dict[str, Row] | None:
         """A request's rows; the list of its output is vLLM's own, which grows."""
         asking = self.settings.of_request(params)
-        return {name: Row(prompt or [], output, params.eos_token_id, its) for name, its in asking} or None
+        if not asking:
+            return None
+        asked = rules.asked_of(params)
+        return {name: Row(prompt or [], output, params.eos_token_id, its, asked) for name, its in asking}
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
         """See vLLM's."""

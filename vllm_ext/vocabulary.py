@@ -1,16 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tokenizer of a model, and the hash by which a datastore knows it.
+"""The tokenizer of a model, the hash by which a datastore knows it, and what sampling rules ask of it.
 
-Loaded by the `tokenizers` library alone wherever there is a ``tokenizer.json``: a build then needs neither torch nor
-transformers, and the server's start-up hashes exactly what the build hashed.
+For the first two it is loaded by the `tokenizers` library alone wherever there is a ``tokenizer.json``: a build then
+needs neither torch nor transformers, and the server's start-up hashes exactly what the build hashed.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -99,3 +102,58 @@ def snapshot(name: str) -> Path:
         return Path(snapshot_download(name))
     except (OSError, ValueError) as error:
         raise ValueError(f"target={name!r}: no folder, and not to be had by that id ({error})") from None
+
+
+@dataclass(frozen=True)
+class ModelVocabulary:
+    """A `vllm_ext.samplers.base.Vocabulary`: of one model, by vLLM's own tokenizer; loaded when it is asked for."""
+
+    tokenizer: str
+    revision: str | None
+    mode: str
+    trust_remote_code: bool
+    size: int
+
+    @classmethod
+    def of(cls, model_config: Any) -> ModelVocabulary:
+        """Of vLLM's ModelConfig."""
+        return cls(
+            str(model_config.tokenizer),
+            model_config.tokenizer_revision,
+            model_config.tokenizer_mode,
+            model_config.trust_remote_code,
+            model_config.get_vocab_size(),
+        )
+
+    @functools.cached_property
+    def _loaded(self) -> Any:
+        from vllm.tokenizers import get_tokenizer
+
+        return get_tokenizer(
+            self.tokenizer,
+            tokenizer_mode=self.mode,
+            revision=self.revision,
+            trust_remote_code=self.trust_remote_code,
+        )
+
+    @functools.cached_property
+    def tokenizer_info(self) -> Any:
+        """What xgrammar knows of it."""
+        import xgrammar
+
+        return xgrammar.TokenizerInfo.from_huggingface(self._loaded, vocab_size=self.size)
+
+    @functools.cached_property
+    def pieces(self) -> Sequence[bytes]:
+        """See the protocol."""
+        pieces = list(self.tokenizer_info.decoded_vocab)
+        added = getattr(self._loaded, "added_tokens_decoder", {})
+        special = {number for number, token in added.items() if token.special}
+        for number in special.union(self._loaded.all_special_ids):
+            pieces[number] = b""
+        return pieces
+
+    def encode(self, text: str) -> list[int]:
+        """See the protocol."""
+        ids: list[int] = self._loaded.encode(text, add_special_tokens=False)
+        return ids

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,16 @@ from vllm_ext.samplers.trie_file import Header
 
 VOCAB, END = 70, 63  # the end's bit is its word's sign
 SEQUENCES = st.lists(st.lists(st.sampled_from([0, 1, 2, 31, 32, 69]), min_size=1, max_size=5), min_size=1)
-PLAIN = Asked(structured=False, ignores_end=False, min_tokens=0, lists_tokens=False)
+PLAIN = Asked(
+    structured=False,
+    ignores_end=False,
+    min_tokens=0,
+    lists_tokens=False,
+    temperature=1.0,
+    seed=None,
+    truncates=False,
+    penalizes=False,
+)
 HEADER = Header(
     created="now", tokenizer="toy", tokenizer_hash="abc", vocab_size=VOCAB, num_sequences=2, longest=3
 )
@@ -46,13 +56,13 @@ def test_rows_keep_what_the_set_allows(one: list[list[int]], two: list[list[int]
     for name, sequences in (("one", one), ("two", two)):
         reference = trie_ref.build(sequences)
         for prefix in prefixes_of(sequences):
-            rows.append(Row([5], prefix, END, TrieParams(trie=name)))
+            rows.append(Row([5], prefix, END, TrieParams(trie=name), PLAIN))
             expected.append(trie_ref.allowed(reference, prefix, END))
     before = torch.randn(len(rows) + 2, VOCAB)
     # Behind the end anything goes; behind what never was allowed, only the end.
     rows += [
-        Row([5], [*one[0], END, 7], END, TrieParams(trie="one")),
-        Row([5], [50], END, TrieParams(trie="two")),
+        Row([5], [*one[0], END, 7], END, TrieParams(trie="one"), PLAIN),
+        Row([5], [50], END, TrieParams(trie="two"), PLAIN),
     ]
     expected += [set(range(VOCAB)), {END}]
     after = before.clone()
@@ -147,7 +157,7 @@ def test_files_that_cannot_be_used_are_refused(tmp_path: Path) -> None:
 )
 def test_requests_that_contradict_themselves(name: str, changes: dict[str, Any], says: str) -> None:
     options = TrieOptions(files={"toy": "a", "more": "b"})
-    asked = Asked(**{**{f: getattr(PLAIN, f) for f in Asked.__slots__}, **changes})
+    asked = replace(PLAIN, **changes)
     problem = TrieRule.problem(options, TrieParams(trie=name), asked)
     assert problem is not None
     assert says in problem

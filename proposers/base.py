@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict, Field
 
-from vllm_ext.proposers.learned import Learned, check_names
+from vllm_ext.kernels.learned_arrays import Learned, check_names
 from vllm_ext.proposers.tree import DraftTree, Float32, Int32
 
 # vLLM's rejection sampler verifies at most this many draft tokens of one request in one step.

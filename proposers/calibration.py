@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from vllm_ext.kernels.best_first_tree import judge_tree
 from vllm_ext.kernels.grown_tree import GrownTree
-from vllm_ext.proposers.learned import Learned, check_array
+from vllm_ext.kernels.learned_arrays import Learned, check_array
 
 Float32 = npt.NDArray[np.float32]
 Float64 = npt.NDArray[np.float64]

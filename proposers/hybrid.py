@@ -21,11 +21,11 @@ import numpy as np
 from pydantic import Field, ValidationError, field_validator
 
 from vllm_ext.kernels.fuse_trees import fuse_trees
+from vllm_ext.kernels.learned_arrays import Learned, check_names
 from vllm_ext.proposers import registry
 from vllm_ext.proposers.base import MethodOptions, Proposer, Request, VerifiedRows
 from vllm_ext.proposers.calibration import Calibration
 from vllm_ext.proposers.draft_model import DraftModelProposer
-from vllm_ext.proposers.learned import Learned, check_names
 from vllm_ext.proposers.tree import DraftTree, Float32
 
 BOUNDS: Float32 = np.array(

@@ -29,10 +29,10 @@ import numpy.typing as npt
 from pydantic import Field
 
 from vllm_ext.kernels.copy_tree import copy_tree
+from vllm_ext.kernels.learned_arrays import Learned, check_names
 from vllm_ext.kernels.suffix_index import SuffixIndex, append, find
 from vllm_ext.proposers.base import MethodOptions, Proposer, Request, VerifiedRows, practise
 from vllm_ext.proposers.calibration import Calibration, Float64
-from vllm_ext.proposers.learned import Learned, check_names
 from vllm_ext.proposers.tree import DraftTree, Int32
 
 LONGEST_MATCH = 32  # most last tokens that are compared

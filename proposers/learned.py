@@ -1,46 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of what was learnt in another process, before it is used.
-
-Saved arrays are indexed, and index others, in compiled loops that check no bounds: whatever a file holds, only arrays
-that `Proposer.learned` could have given may come through.
-"""
+"""Tables of n-grams that were learnt in another process; see `kernels/learned_arrays.py`."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from typing import Any
+from collections.abc import Mapping
 
 import numpy as np
-import numpy.typing as npt
 
+from vllm_ext.kernels.learned_arrays import Learned, check_array
 from vllm_ext.kernels.ngram_table import EMPTY, MOST_COUNT, Entries, NgramTable, insert
-
-Learned = npt.NDArray[Any]
-
-
-def check_names(arrays: Mapping[str, Learned], expected: Collection[str]) -> None:
-    """Raise ValueError unless exactly the expected arrays are there."""
-    if missing := sorted(set(expected) - set(arrays)):
-        raise ValueError(f"{missing[0]} is missing")
-    if unknown := sorted(set(arrays) - set(expected)):
-        raise ValueError(f"{unknown[0]} is unknown")
-
-
-def check_array(
-    name: str, array: Learned, shape: tuple[int | None, ...], dtype: npt.DTypeLike, low: float, high: float
-) -> None:
-    """Raise ValueError unless type, shape (None: any length) and range, both ends included, are as expected."""
-    fits = len(array.shape) == len(shape) and all(
-        wanted in (None, found) for wanted, found in zip(shape, array.shape, strict=True)
-    )
-    if array.dtype != dtype or not fits:
-        wanted_shape = ["any" if length is None else length for length in shape]
-        raise ValueError(
-            f"{name} is {array.dtype}{list(array.shape)}; expected {np.dtype(dtype)}{wanted_shape}"
-        )
-    # Written so that NaN fails.
-    if array.size and not (array.min() >= low and array.max() <= high):
-        raise ValueError(f"{name} has values from {array.min()} to {array.max()}; allowed: {low} to {high}")
 
 
 def check_distinct(name: str, rows: Learned, absent: int) -> None:

@@ -28,12 +28,12 @@ from typing import ClassVar
 import numpy as np
 from pydantic import Field, ValidationInfo, field_validator
 
+from vllm_ext.kernels.learned_arrays import Learned, check_names
 from vllm_ext.kernels.suffix_array import SORTED_TOKENS, continuations, find, grow_tree
 from vllm_ext.proposers import datastore
 from vllm_ext.proposers.base import MethodOptions, Proposer, Request, VerifiedRows, practise
 from vllm_ext.proposers.calibration import Calibration, Float64
 from vllm_ext.proposers.datastore import Datastore
-from vllm_ext.proposers.learned import Learned, check_names
 from vllm_ext.proposers.tree import DraftTree, Float32, Int32
 
 # Bounds between the classes of an estimate: length of the match, weight of the parent, share of it.

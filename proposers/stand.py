@@ -31,6 +31,7 @@ from typing import ClassVar, Literal
 import numpy as np
 from pydantic import Field
 
+from vllm_ext.kernels.learned_arrays import Learned, check_names
 from vllm_ext.kernels.ngram_table import (
     EMPTY,
     Classes,
@@ -43,7 +44,7 @@ from vllm_ext.kernels.ngram_table import (
 )
 from vllm_ext.proposers.base import MethodOptions, Proposer, Request, VerifiedRows, practise
 from vllm_ext.proposers.calibration import Calibration, Float64
-from vllm_ext.proposers.learned import Learned, check_names, restore_table
+from vllm_ext.proposers.learned import restore_table
 from vllm_ext.proposers.tree import DraftTree, Float32, Int32
 
 # Bounds between the classes of a child's share.

@@ -28,6 +28,7 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import Field
 
+from vllm_ext.kernels.learned_arrays import Learned, check_array, check_names
 from vllm_ext.kernels.suffix_index import (
     BYTES_PER_TOKEN,
     LONGEST_ORDER,
@@ -41,7 +42,6 @@ from vllm_ext.kernels.suffix_index import (
 )
 from vllm_ext.proposers.base import MethodOptions, Proposer, Request, VerifiedRows, practise
 from vllm_ext.proposers.calibration import Calibration, Float64
-from vllm_ext.proposers.learned import Learned, check_array, check_names
 from vllm_ext.proposers.tree import DraftTree, Int32
 
 # Bounds between the classes of a match's length in tokens, and of a child's share.

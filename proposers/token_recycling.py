@@ -41,10 +41,11 @@ from vllm_ext.kernels.best_first_tree import (
     record_rows,
     record_text,
 )
+from vllm_ext.kernels.learned_arrays import Learned, check_array, check_names
 from vllm_ext.proposers import token_recycling_template
 from vllm_ext.proposers.base import MethodOptions, Proposer, Request, VerifiedRows, practise
 from vllm_ext.proposers.calibration import Calibration
-from vllm_ext.proposers.learned import Learned, check_array, check_distinct, check_names
+from vllm_ext.proposers.learned import check_distinct
 from vllm_ext.proposers.tree import DraftTree, Float32, Int32
 
 PAIR_SLOTS = 1 << 16

@@ -8,36 +8,52 @@ how much of ``p`` the grammar leaves, which is passed on to all prefixes above. 
 decoding, and the law of later ones approaches the model's conditional.
 
 Source: "Grammar-Aligned Decoding", arXiv 2405.21047, algorithm 1. Added: a bound on memory. A prefix that is forgotten
-leaves its parent what it has said, which stays an upper bound.
+leaves its parent what it has said, and tokens beyond the likeliest of a prefix are taken for ones that lead on; both
+are upper bounds still.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
+from vllm_ext.kernels.learned_arrays import Learned, check_array
 from vllm_ext.kernels.sparse import Float64, Int32
+
+ENTRY_BYTES = 20
+EXACT = 1e-9  # what sums of probabilities may be beside 1
+MOST = (
+    256  # tokens of a prefix that are learnt about: in a JSON string nearly the whole vocabulary is allowed
+)
 
 
 @dataclass(slots=True, eq=False)
 class _Prefix:
-    ids: Int32  # [allowed] tokens, ascending
-    p: Float64  # [allowed] their probabilities; the whole vocabulary's add up to 1
-    future: Float64  # [allowed] upper bounds of the chance that the model obeys the grammar behind each
+    ids: Int32  # [kept] allowed tokens, ascending
+    p: Float64  # [kept] their probabilities; the whole vocabulary's add up to 1
+    future: Float64  # [kept] upper bounds of the chance that the model obeys the grammar behind each
+    rest: float  # probability of the allowed tokens that are not kept
     parent: _Prefix | None
     place: int  # among the parent's tokens
     below: dict[int, _Prefix] = field(default_factory=dict)  # by place
+
+    @property
+    def bound(self) -> float:
+        """Of the chance that the model obeys the grammar behind it."""
+        return float(self.p @ self.future) + self.rest
 
 
 class ExpectedFuture:
     """What is known of one prompt under one grammar, over all its samples.
 
     Args:
-        max_entries: most (prefix, allowed token) pairs that are kept, 20 bytes each; prefixes that were not used for
+        max_entries: most (prefix, token) pairs that are kept, `ENTRY_BYTES` each; prefixes that were not used for
             longest go first, those above the others never before them.
     """
+
+    ARRAYS = ("parent", "place", "count", "rest", "ids", "p", "future")
 
     def __init__(self, max_entries: int) -> None:
         self._max_entries = max_entries
@@ -51,10 +67,10 @@ class ExpectedFuture:
     @property
     def bound(self) -> float:
         """Upper bound of the chance that the model obeys the grammar at all."""
-        return 1.0 if self._root is None else float(self._root.p @ self._root.future)
+        return 1.0 if self._root is None else self._root.bound
 
-    def weights(self, prefix: Sequence[int], ids: Int32, p: Float64) -> Float64:
-        """What to sample the next token by, and to learn from the row.
+    def chances(self, prefix: Sequence[int], ids: Int32, p: Float64) -> Float64:
+        """What to weigh the next token's probabilities by, and to learn from the row.
 
         Args:
             prefix: tokens since the prompt's end.
@@ -62,14 +78,82 @@ class ExpectedFuture:
             p: float64 ``[allowed]``, the model's probabilities of these tokens, before any mask, penalty or truncation.
 
         Returns:
-            float64 ``[allowed]``, in proportion to the law of the next token; all 0 where the grammar has no way on.
+            float64 ``[allowed]``, upper bounds of the chance that the model obeys the grammar behind each; the law of
+            the next token is in proportion to ``p`` times them. All 0 where the grammar has no way on.
         """
+        result = np.ones(len(ids))
         found = self._find(prefix, ids, p)
-        if found is None:
-            return p.copy()  # above it something was forgotten, or never looked at
-        self._touch(found)
-        result = found.p * found.future
-        self._forget()
+        if found is not None:  # else something above it was forgotten, or never looked at
+            self._touch(found)
+            result[np.searchsorted(ids, found.ids)] = found.future
+            self._forget()
+        return result
+
+    def learned(self) -> dict[str, Learned]:
+        """Copies of `ARRAYS`: of each prefix, behind the one above it; then those of all their tokens."""
+        order = [] if self._root is None else [self._root]
+        number: dict[_Prefix | None, int] = {None: -1}
+        for node in order:  # it grows
+            number[node] = len(number) - 1
+            order.extend(node.below.values())
+        return {
+            "parent": np.array([number[node.parent] for node in order], dtype=np.int32),
+            "place": np.array([node.place for node in order], dtype=np.int32),
+            "count": np.array([len(node.ids) for node in order], dtype=np.int32),
+            "rest": np.array([node.rest for node in order], dtype=np.float64),
+            "ids": np.concatenate([np.empty(0, np.int32), *(node.ids for node in order)]),
+            "p": np.concatenate([np.empty(0), *(node.p for node in order)]),
+            "future": np.concatenate([np.empty(0), *(node.future for node in order)]),
+        }
+
+    @classmethod
+    def restored(cls, max_entries: int, arrays: Mapping[str, Learned], vocab_size: int) -> ExpectedFuture:
+        """One that knows what `learned` has given.
+
+        Raises:
+            ValueError: these can be no such arrays.
+        """
+        count = arrays["count"]
+        check_array("count", count, (None,), np.int32, 0, MOST)
+        size, total = len(count), int(count.sum())
+        check_array("parent", arrays["parent"], (size,), np.int32, -1, size)
+        check_array("place", arrays["place"], (size,), np.int32, -1, MOST)
+        check_array("rest", arrays["rest"], (size,), np.float64, 0.0, 1.0 + EXACT)
+        check_array("ids", arrays["ids"], (total,), np.int32, 0, vocab_size - 1)
+        check_array("p", arrays["p"], (total,), np.float64, 0.0, 1.0 + EXACT)
+        check_array("future", arrays["future"], (total,), np.float64, 0.0, 1.0 + EXACT)
+        result = cls(max_entries)
+        nodes: list[_Prefix] = []
+        ends = np.cumsum(count).tolist()
+        for number, (above, place, end) in enumerate(
+            zip(arrays["parent"].tolist(), arrays["place"].tolist(), ends, strict=True)
+        ):
+            part = slice(end - int(count[number]), end)
+            ids = arrays["ids"][part].copy()
+            if (np.diff(ids) <= 0).any():
+                raise ValueError("ids has a prefix whose tokens do not ascend")
+            if (above < 0) != (number == 0) or above >= number:
+                raise ValueError(f"parent[{number}]={above} is not above it")
+            parent = None if above < 0 else nodes[above]
+            if parent is not None and (not 0 <= place < len(parent.ids) or place in parent.below):
+                raise ValueError(f"place[{number}]={place} is none of its parent's, or another's too")
+            node = _Prefix(
+                ids,
+                arrays["p"][part].copy(),
+                arrays["future"][part].copy(),
+                float(arrays["rest"][number]),
+                parent,
+                place,
+            )
+            if parent is None:
+                result._root = node
+            else:
+                parent.below[place] = node
+            nodes.append(node)
+        result._num_entries = total
+        # Those above behind those below, as `_touch` leaves them.
+        result._used = dict.fromkeys(reversed(nodes))
+        result._forget()
         return result
 
     def _find(self, prefix: Sequence[int], ids: Int32, p: Float64) -> _Prefix | None:
@@ -80,11 +164,17 @@ class ExpectedFuture:
                 return None
             place = int(np.searchsorted(node.ids, token))
             if place == len(node.ids) or node.ids[place] != token:
+                if node.rest > 0.0:
+                    return None
                 raise ValueError(f"prefix[{depth}]={token} was not allowed there")
             node, parent = node.below.get(place), node
         if node is None:
-            node = _Prefix(ids.copy(), p.copy(), np.ones(len(ids)), parent, place)
-            self._num_entries += len(ids)
+            kept, rest = np.arange(len(ids)), 0.0
+            if len(ids) > MOST:
+                kept = np.sort(np.argpartition(p, -MOST)[-MOST:])
+                rest = float(np.delete(p, kept).sum())
+            node = _Prefix(ids[kept], p[kept], np.ones(len(kept)), rest, parent, place)
+            self._num_entries += len(kept)
             if parent is None:
                 self._root = node
             else:
@@ -95,7 +185,7 @@ class ExpectedFuture:
     def _pass_on(self, node: _Prefix) -> None:
         """Tell all prefixes above what is now known."""
         while node.parent is not None:
-            bound = float(node.p @ node.future)
+            bound = node.bound
             # Never up: a prefix that was forgotten and comes again knows less than it did.
             if bound >= node.parent.future[node.place]:
                 return

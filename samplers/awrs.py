@@ -8,7 +8,9 @@ is not ``p`` restricted step by step, the product of a request's weights is what
 
 Source: "Fast Controlled Generation from Language Models with Adaptive Weighted Rejection Sampling", COLM 2025 (arXiv
 2504.05410), the estimator of its code for two accepted tokens. There a geometric one takes its place where a token has
-two thirds of ``p`` or more; this one holds there too (the tests enumerate it), and asks at most once more.
+two thirds of ``p`` or more; this one holds there too (the tests enumerate it), and asks at most once more. Added:
+where the constraint can also tell all that it allows, that is asked for after a number of rejections. Behind any
+rejections the mean of the weight is ``Z``, which then is known, and the token's law that of ``p`` restricted.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from vllm_ext.kernels.chance import Chance
-from vllm_ext.kernels.sparse import Float64
+from vllm_ext.kernels.sparse import Float64, Int32
 
 
 class Draw(NamedTuple):
@@ -29,17 +31,34 @@ class Draw(NamedTuple):
     checks: int  # tokens that were asked about
 
 
-def draw(p: Float64, allowed: Callable[[int], bool], chance: Chance) -> Draw:
+PATIENCE = (
+    16  # rejections; a mask of a grammar takes as long as some hundred questions, a draw here as a dozen
+)
+
+
+def draw(
+    p: Float64,
+    allowed: Callable[[int], bool],
+    chance: Chance,
+    all_allowed: Callable[[], Int32] | None = None,
+    patience: int = PATIENCE,
+) -> Draw:
     """One token of ``p`` among those that are allowed.
 
     Args:
         p: float64 ``[vocab]``, the target's distribution; of a truncated one what is left, adding up to less than 1.
         allowed: whether a token may come next. Asked about each token once at most, never about those without a chance.
         chance: where the randomness comes from.
+        all_allowed: ids of all tokens that may come next; None where that cannot be told.
+        patience: rejections after which it is asked for.
     """
     left = p.copy()
     mass, checks = float(left.sum()), 0
     while mass > 0.0:
+        if all_allowed is not None and checks == patience:
+            ids = all_allowed()
+            total = float(p[ids].sum())
+            return Draw(int(ids[chance.draw(p[ids])]) if total > 0.0 else None, total, checks)
         token = chance.draw(left)
         left[token] = 0.0
         checks += 1

@@ -12,11 +12,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
 
 import torch
 from pydantic import BaseModel, ConfigDict
+
+from vllm_ext.kernels.learned_arrays import Learned
 
 
 class RuleOptions(BaseModel):
@@ -43,6 +46,7 @@ class Asked:
     seed: int | None
     truncates: bool  # top_k, top_p, min_p
     penalizes: bool  # repetition_penalty, presence_penalty, frequency_penalty, logit_bias
+    num_answers: int  # n
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +58,8 @@ class Row:
     end: int  # the token that ends the request
     params: Any  # the rule's `Params`
     asked: Asked
+    # What a rule that reports says of a row's token, by its place in the output; the engine adapter takes it.
+    notes: dict[int, float] = field(default_factory=dict)
 
 
 class Vocabulary(Protocol):
@@ -92,6 +98,10 @@ class Rule(ABC):
     paper: ClassVar[str]
     Options: ClassVar[type[RuleOptions]] = RuleOptions
     Params: ClassVar[type[RuleParams]]
+    # Whether a request can be under no other rule besides.
+    alone: ClassVar[bool] = False
+    # What the sum of a request's notes is called where it is returned; a note of minus infinity ends the sum.
+    reports: ClassVar[str | None] = None
 
     @classmethod
     @abstractmethod
@@ -116,6 +126,11 @@ class Rule(ABC):
     def problem(cls, options: Any, params: Any, asked: Asked) -> str | None:
         """Why a request cannot be served, with the way out; None where it can."""
 
+    @classmethod
+    def grammar(cls, params: Any) -> tuple[str, str] | None:
+        """A request's grammar, for vLLM to look at before the request is taken: field of structured_outputs, source."""
+        return None
+
     def warm_up(self) -> None:
         """Compile what would else stall the first request."""
 
@@ -131,6 +146,27 @@ class Rule(ABC):
     def constraint(self, row: Row) -> Constraint | None:
         """What may be drafted behind a row; None where any token may."""
         return None
+
+
+class LearningRule(Rule):
+    """A rule whose ``p`` depends on what it has seen; its options have ``state_dir`` and ``state_interval_minutes``."""
+
+    # Held while it learns or is read: a save copies what was learnt in another thread.
+    lock: AbstractContextManager[Any] = nullcontext()
+    # Called then, when there is something new; None where nobody saves.
+    touch: Callable[[], None] | None = None
+
+    @abstractmethod
+    def learned(self) -> dict[str, Learned]:
+        """Copies of all that was learnt, C-contiguous."""
+
+    @abstractmethod
+    def restore(self, arrays: Mapping[str, Learned]) -> None:
+        """Take over what `learned` has given, in this process or another.
+
+        Raises:
+            ValueError: these can be no such arrays; nothing has changed.
+        """
 
 
 def text_of(vocabulary: Vocabulary, tokens: Sequence[int]) -> bytes:

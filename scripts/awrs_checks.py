@@ -4,9 +4,8 @@
     .venv/bin/python scripts/awrs_checks.py SCHEMAS.jsonl --each 2 --json awrs.json
 
 SmolLM2-135M-Instruct in float32 answers the first schemas of each category, at temperature 1, each token drawn by
-`samplers/awrs.py`, whose constraint is vLLM's xgrammar matcher. Beside it the mask of the same row: the token must be
-in it, and where it leaves all of the probability no token may have been rejected. Times are medians a token: of the
-draw with its checks, and of the mask, filled and applied.
+`samplers/awrs.py` under the rule's own grammar. Beside it the mask of the same row, in which the token must be. Times
+are of a token: of the draw with its checks, and of the mask, filled and applied.
 """
 
 from __future__ import annotations
@@ -22,61 +21,47 @@ import numpy as np
 import torch
 
 from vllm_ext import demo_model
-from vllm_ext.grammars import Grammar
 from vllm_ext.kernels.chance import RandomChance
-from vllm_ext.kernels.token_mask import mask_rows
 from vllm_ext.samplers import awrs
+from vllm_ext.samplers.grammar import Grammars
+from vllm_ext.vocabulary import ModelVocabulary
 
 
 def answer(
-    model: Any,
-    prompt: list[int],
-    grammar: Grammar,
-    bitmask: Any,
-    most: int,
-    chance: RandomChance,
-    ends: set[int],
+    model: Any, prompt: list[int], grammars: Grammars, schema: str, end: int, most: int, chance: RandomChance
 ) -> list[dict[str, float]]:
     """Figures of each token of one answer."""
     rows: list[dict[str, float]] = []
+    output: list[int] = []
     tokens, cache = prompt, None
     while len(rows) < most:
         with torch.inference_mode():
-            output = model(torch.tensor([tokens]), past_key_values=cache, use_cache=True)
-        cache, logits = output.past_key_values, output.logits[0, -1:].clone()
-        p = logits[0].double().softmax(0).numpy()
-
-        def allowed(token: int) -> bool:
-            if token in ends:
-                grammar.fill(bitmask, 0)
-                return bool(int(bitmask[0, token // 32]) >> (token % 32) & 1)
-            taken = grammar.accept(token)
-            if taken:
-                grammar.rollback(1)
-            return taken
-
+            result = model(torch.tensor([tokens]), past_key_values=cache, use_cache=True)
+        cache, logits = result.past_key_values, result.logits[0, -1:].clone()
         started = time.perf_counter()
-        draw = awrs.draw(p, allowed, chance)
+        behind = grammars.behind("json", schema, end, output)
+        assert behind is not None
+        draw = awrs.draw(logits[0].double().softmax(0).numpy(), behind.allows, chance, behind.allowed)
         drawn = time.perf_counter()
-        grammar.fill(bitmask, 0)
-        mask_rows(logits, [0], bitmask)
-        masked = time.perf_counter()
-        inside = torch.isfinite(logits[0])
+        inside = behind.allowed()
+        masked = torch.full_like(logits, -torch.inf)
+        masked[0, inside] = logits[0, inside]
+        seconds = time.perf_counter() - drawn
         assert draw.token is not None, "the grammar allows nothing that the model could say"
-        assert bool(inside[draw.token]), f"token {draw.token} is not in the mask"
+        assert draw.token in inside, f"token {draw.token} is not in the mask"
         rows.append(
             {
                 "checks": draw.checks,
                 "weight": draw.weight,
-                "mass": float(p[inside.numpy()].sum()),
+                "mass": float(logits[0].double().softmax(0)[inside].sum()),
                 "draw_seconds": drawn - started,
-                "mask_seconds": masked - drawn,
+                "mask_seconds": seconds,
             }
         )
-        if draw.token in ends:
+        if draw.token == end:
             break
-        assert grammar.accept(draw.token)
         tokens = [draw.token]
+        output.append(draw.token)
     return rows
 
 
@@ -91,19 +76,16 @@ def main() -> None:
     parser.add_argument("--json", type=Path, required=True)
     arguments = parser.parse_args()
 
-    from transformers import AutoModelForCausalLM
-    from vllm.engine.arg_utils import EngineArgs
-    from vllm.tokenizers import cached_tokenizer_from_config
-    from vllm.v1.structured_output.backend_types import StructuredOutputOptions
-    from vllm.v1.structured_output.backend_xgrammar import XgrammarBackend
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from vllm import SamplingParams
+    from vllm.sampling_params import StructuredOutputsParams
+    from vllm.v1.structured_output.backend_xgrammar import validate_xgrammar_grammar
 
     folder = str(demo_model.ensure_model())
-    config = EngineArgs(model=folder, max_model_len=2048).create_engine_config()
-    tokenizer = cached_tokenizer_from_config(config.model_config)
-    vocab_size = config.model_config.get_vocab_size()
-    backend = XgrammarBackend(config, tokenizer=tokenizer, vocab_size=vocab_size)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    bitmask = backend.allocate_token_bitmask(1)
+    vocabulary = ModelVocabulary(folder, None, "auto", False, model.config.vocab_size)
+    grammars = Grammars(vocabulary)
     chance = RandomChance(np.random.default_rng(0))
     seen: Counter[str] = Counter()
     rows: list[dict[str, float]] = []
@@ -112,17 +94,18 @@ def main() -> None:
         entry = json.loads(line)
         if seen[entry["category"]] >= arguments.each:
             continue
+        schema = json.dumps(entry["schema"])
         try:
-            compiled = backend.compile_grammar(StructuredOutputOptions.JSON, json.dumps(entry["schema"]))
-        except RuntimeError:
+            validate_xgrammar_grammar(SamplingParams(structured_outputs=StructuredOutputsParams(json=schema)))
+            grammars.behind("json", schema, tokenizer.eos_token_id, [])
+        except (ValueError, RuntimeError):
             continue
         seen[entry["category"]] += 1
         text = f"Give an example of JSON that obeys this schema:\n{json.dumps(entry['schema'])[:1500]}"
         prompt = tokenizer.apply_chat_template(
             [{"role": "user", "content": text}], add_generation_prompt=True, return_dict=False
         )
-        ends = {tokenizer.eos_token_id}
-        rows += answer(model, prompt, Grammar(compiled), bitmask, arguments.max_tokens, chance, ends)
+        rows += answer(model, prompt, grammars, schema, tokenizer.eos_token_id, arguments.max_tokens, chance)
         answers += 1
 
     def quantiles(name: str, scale: float = 1.0) -> dict[str, float]:
@@ -136,9 +119,9 @@ def main() -> None:
     figures = {
         "schemas": answers,
         "tokens": len(rows),
-        "vocabulary": vocab_size,
+        "vocabulary": vocabulary.size,
         "checks": quantiles("checks"),
-        "checks, percent of the vocabulary": quantiles("checks", 100 / vocab_size),
+        "checks, percent of the vocabulary": quantiles("checks", 100 / vocabulary.size),
         "probability that the grammar allows": quantiles("mass"),
         "mean weight beside mean of that": [round(float(weights.mean()), 4), quantiles("mass")["mean"]],
         "draw, us": quantiles("draw_seconds", 1e6),

@@ -175,7 +175,9 @@ def main() -> None:
         answers, counts = answers_of(model, method_of(given), entries, arguments)
         expected = expected or answers
         figures = summary(entries, answers, expected, counts)
-        found.append({"method": given, **figures, "texts": [answer.text for answer in answers]})
+        found.append({"method": given, **figures})
+        if len(found) == 1:
+            found[0]["texts"] = [answer.text for answer in answers]
         sums: Counter[str] = sum(figures["categories"].values(), Counter())
         print(
             f"| {given if isinstance(given, str) else given['method']} | {figures['tokens_per_step']:.3f} "

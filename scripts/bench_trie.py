@@ -83,6 +83,7 @@ def main() -> None:
         seed=None,
         truncates=False,
         penalizes=False,
+        num_answers=1,
     )
     rows = [Row([], prefix, END, TrieParams(trie="set"), asked) for prefix in prefixes]
     logits = torch.randn(len(rows), VOCAB)

@@ -17,9 +17,9 @@ import torch
 pytest.importorskip("vllm")
 
 from vllm_ext import config
+from vllm_ext.kernels.learned_arrays import Learned, check_array
 from vllm_ext.proposers.base import Proposer, Request, VerifiedRows
 from vllm_ext.proposers.budget import GoodputBudget
-from vllm_ext.proposers.learned import Learned, check_array
 from vllm_ext.proposers.token_recycling import TokenRecycling
 from vllm_ext.proposers.tree import DraftTree
 from vllm_ext.samplers.tree_walk import greedy_walk

@@ -19,7 +19,7 @@ from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.sample.logits_processor import validate_logits_processors_parameters
 
-from vllm_ext import rules, v1_rules
+from vllm_ext import plugin, rules, v1_rules
 from vllm_ext.cli import app
 from vllm_ext.kernels import trie
 from vllm_ext.samplers import trie_file
@@ -158,6 +158,50 @@ def test_what_rules_do_not_work_with(slice_dir: str, made: Path, monkeypatch: py
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
     with pytest.raises(ValueError, match="set VLLM_USE_V2_MODEL_RUNNER=0"):
         engine_config(slice_dir, given)
+
+
+@pytest.mark.parametrize(
+    ("rule", "options"),
+    [
+        ("asap", {"worker_cls": "my.Worker"}),
+        ("awrs", {"worker_cls": "my.Worker"}),
+        ("awrs", {"scheduler_cls": "my.Scheduler"}),
+        ("awrs", {"async_scheduling": True}),
+    ],
+)
+def test_classes_of_the_users_own_next_to_rules_that_bring_theirs(
+    slice_dir: str, rule: str, options: dict[str, Any]
+) -> None:
+    (name,) = options
+    with pytest.raises(
+        ValueError, match=rf"sampling rules '{rule}' do not work with {name}=.*Remove that option"
+    ):
+        engine_config(slice_dir, {"rules": {rule: {}}}, **options)
+
+
+def test_rules_that_report_or_learn_bring_their_classes(slice_dir: str, made: Path, tmp_path: Path) -> None:
+    config = engine_config(slice_dir, {"rules": {"awrs": {}}})
+    assert config.parallel_config.worker_cls == plugin.RULES_WORKER_CLASS
+    assert config.scheduler_config.scheduler_cls == plugin.RULES_SCHEDULER_CLASS
+    config = engine_config(
+        slice_dir, {"rules": {"awrs": {}}}, speculative_config={"method": "token_recycling"}
+    )
+    assert config.parallel_config.worker_cls == plugin.WORKER_CLASS
+    asap = {"asap": {"state_dir": str(tmp_path / "new")}}
+    config = engine_config(slice_dir, {"rules": asap})
+    assert config.parallel_config.worker_cls == plugin.RULES_WORKER_CLASS
+    assert config.scheduler_config.scheduler_cls is None
+    assert (tmp_path / "new").is_dir()
+    config = engine_config(slice_dir, {"rules": {"trie": {"files": {"short": str(made)}}}})
+    assert "vllm_ext" not in config.parallel_config.worker_cls
+
+
+def test_a_folder_that_cannot_be_written_to_is_refused(slice_dir: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(
+        ValueError, match=r"state_dir=.*nothing can be written there.*from --additional-config"
+    ):
+        engine_config(slice_dir, {"rules": {"asap": {"state_dir": str(tmp_path / "file" / "x")}}})
 
 
 @pytest.mark.parametrize("method", [None, {"method": "token_recycling"}])

@@ -25,7 +25,7 @@ from safetensors import safe_open
 from safetensors.numpy import save_file
 
 from vllm_ext import config, state
-from vllm_ext.proposers.learned import Learned
+from vllm_ext.kernels.learned_arrays import Learned
 from vllm_ext.state import Identity, Keeper, StateError, StateFile
 
 MINE = Identity("org/model", "", "abc", 100, "token_recycling", '{"matrix_width": 2}', 0)
@@ -409,10 +409,9 @@ def identity(model_dir: str, **options: Any) -> Identity:
         get_vocab_size=lambda: 49152,
     )
     parallel = SimpleNamespace(data_parallel_index=0)
-    return Identity.of(
-        SimpleNamespace(model_config=model, parallel_config=parallel),
-        config.parse({"method": "token_recycling", **options}),
-    )
+    settings = config.parse({"method": "token_recycling", **options})
+    vllm_config = SimpleNamespace(model_config=model, parallel_config=parallel)
+    return Identity.of(vllm_config, settings.method, settings.own_options)
 
 
 def test_whose_state_it_is(model_dir: str, tmp_path: Path) -> None:

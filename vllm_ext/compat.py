@@ -10,7 +10,10 @@ from __future__ import annotations
 import inspect
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vllm_ext.rules import RuleSettings
 
 # Tested versions. Also the extras in pyproject.toml.
 MIN_VERSION, BELOW_VERSION = "0.32", "0.34"
@@ -87,6 +90,24 @@ HOOKS = (
         "StructuredOutputRequest.from_sampling_params",
         ("sampling_params",),
         "tells which requests are structured",
+    ),
+    Hook(
+        "vllm.v1.core.sched.scheduler",
+        "Scheduler.update_from_output",
+        ("self", "scheduler_output", "model_runner_output"),
+        "takes what sampling rules note of tokens",
+    ),
+    Hook(
+        "vllm.v1.core.sched.scheduler",
+        "Scheduler._free_request",
+        ("self", "request"),
+        "returns what sampling rules have noted",
+    ),
+    Hook(
+        "vllm.v1.structured_output.backend_xgrammar",
+        "validate_xgrammar_grammar",
+        ("sampling_params",),
+        "refuses grammars of sampling rules that cannot be compiled",
     ),
     Hook("vllm.config", "VllmConfig.num_lookahead_tokens", None, "tells which slots those are"),
     Hook("vllm.v1.worker.gpu_worker", "Worker.shutdown", ("self",), "saves what was learnt"),
@@ -338,6 +359,26 @@ def check_rules(args: Any) -> None:
         )
     if envs.VLLM_USE_V2_MODEL_RUNNER:
         raise ValueError(_V2_REFUSAL)
+
+
+def check_rules_classes(args: Any, ruled: RuleSettings) -> None:
+    """Refuse classes of the user's own where rules bring theirs.
+
+    Raises:
+        ValueError: naming the option, its value and the way out.
+    """
+    refusals = (
+        ((ruled.reports is not None or ruled.learns) and args.worker_cls != "auto", "worker_cls", "'auto'"),
+        (ruled.reports is not None and args.scheduler_cls is not None, "scheduler_cls", "unset"),
+        (ruled.reports is not None and args.async_scheduling is True, "async_scheduling", "unset or False"),
+    )
+    for refused, option, rule in refusals:
+        if refused:
+            names = ", ".join(map(repr, ruled.options))
+            raise ValueError(
+                f"sampling rules {names} do not work with {option}={getattr(args, option)!r}: it must be {rule}, as "
+                "what a rule learns or reports goes through classes of its own. Remove that option, or the rule."
+            )
 
 
 def check_rules_config(vllm_config: Any) -> None:

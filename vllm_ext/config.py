@@ -32,6 +32,11 @@ class Settings:
         """The class the method names."""
         return load_method(self.method)
 
+    @property
+    def own_options(self) -> dict[str, Any]:
+        """The method's own, less those that all have."""
+        return self.options.model_dump(exclude=set(MethodOptions.model_fields))
+
     def with_options(self, **values: Any) -> Settings:
         """The same with some options' values replaced."""
         return replace(self, options=self.options.model_copy(update=values))

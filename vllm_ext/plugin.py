@@ -9,6 +9,7 @@ wrapper turns them into vLLM's own ``custom_class`` and a ``worker_cls``, both o
 from __future__ import annotations
 
 import functools
+import json
 import uuid
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -24,6 +25,9 @@ DRAFTER_CLASS = "vllm_ext.v1_drafter.Drafter"
 WORKER_CLASS = "vllm_ext.v1_worker.Worker"
 EXECUTOR_CLASS = "vllm_ext.v1_executor.Executor"
 SCHEDULER_CLASS = "vllm_ext.v1_scheduler.Scheduler"  # of methods that draft with a model
+# Of rules that report or learn, where no method of ours runs.
+RULES_WORKER_CLASS = "vllm_ext.v1_worker.RulesWorker"
+RULES_SCHEDULER_CLASS = "vllm_ext.v1_scheduler.RulesScheduler"
 
 
 _wrapper: Any = None
@@ -71,13 +75,21 @@ def _create_engine_config(original: Any, engine_args: Any, *args: Any, **kwargs:
     if ruled is not None:
         from vllm_ext import v1_rules
 
+        ruled = _with_folders(ruled)
+        rewritten["additional_config"] = {
+            **engine_args.additional_config,
+            config.ADDITIONAL_CONFIG_KEY: {config.RULES: json.loads(ruled.as_json)},
+        }
+
         if not speculates:
             compat.check_rules(engine_args)
+        compat.check_rules_classes(engine_args, ruled)
         rewritten["logits_processors"] = [*(engine_args.logits_processors or ()), v1_rules.name_of(ruled)]
+        rewritten |= _for_rules(engine_args, ruled)
     settings = None
     if speculates:
         settings = _settings(engine_args)
-        rewritten |= _as_custom_class(engine_args, settings)
+        rewritten |= _as_custom_class(engine_args, settings, ruled)
     # The caller's EngineArgs keep what the user wrote, so that a second call sees the same.
     saved = {name: getattr(engine_args, name) for name in rewritten}
     for name, value in rewritten.items():
@@ -129,7 +141,7 @@ def _settings(engine_args: Any) -> Settings:
     return settings
 
 
-def _as_custom_class(engine_args: Any, settings: Settings) -> dict[str, Any]:
+def _as_custom_class(engine_args: Any, settings: Settings, ruled: RuleSettings | None) -> dict[str, Any]:
     """The engine's own options that make it run a method of ours."""
     from vllm_ext import config, grammars
     from vllm_ext.proposers.draft_model import PassOptions
@@ -145,6 +157,7 @@ def _as_custom_class(engine_args: Any, settings: Settings) -> dict[str, Any]:
             **(engine_args.additional_config or {}),
             config.ADDITIONAL_CONFIG_KEY: {
                 **config.ours(engine_args),
+                **({} if ruled is None else {config.RULES: json.loads(ruled.as_json)}),
                 config.SPECULATION: settings.to_additional_config(),
             },
         },
@@ -156,6 +169,33 @@ def _as_custom_class(engine_args: Any, settings: Settings) -> dict[str, Any]:
         options["scheduler_cls"] = SCHEDULER_CLASS
     elif engine_args.scheduler_cls is None:
         options["scheduler_cls"] = grammars.SCHEDULER_CLASS
+    return options
+
+
+def _with_folders(ruled: RuleSettings) -> RuleSettings:
+    """The rules that were asked for, their folders made."""
+    from vllm_ext import patches, state
+
+    given = {name: getattr(options, "state_dir", None) for name, options in ruled.options.items()}
+    folders = {
+        name: str(state.prepare_folder(folder, option="--additional-config"))
+        for name, folder in given.items()
+        if folder is not None
+    }
+    if folders:
+        patches.let_engines_save(state.SHUTDOWN_SECONDS)
+    return ruled.with_options({name: {"state_dir": folder} for name, folder in folders.items()})
+
+
+def _for_rules(engine_args: Any, ruled: RuleSettings) -> dict[str, Any]:
+    """The engine's own options that rules which report or learn need; those of a method have them too."""
+
+    options: dict[str, Any] = {}
+    if ruled.reports is not None or ruled.learns:
+        options["worker_cls"] = RULES_WORKER_CLASS
+    if ruled.reports is not None:
+        options["scheduler_cls"] = RULES_SCHEDULER_CLASS
+        options["async_scheduling"] = False  # vLLM's scheduler for that is another
     return options
 
 

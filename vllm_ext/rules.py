@@ -18,7 +18,7 @@ from vllm_ext import config
 from vllm_ext.proposers.base import Request
 from vllm_ext.proposers.tree import DraftTree
 from vllm_ext.proposers.under_grammar import under_grammar
-from vllm_ext.samplers.base import Asked, Row, Rule, RuleOptions, RuleParams
+from vllm_ext.samplers.base import Asked, LearningRule, Row, Rule, RuleOptions, RuleParams
 from vllm_ext.samplers.registry import RULES, load_rule
 from vllm_ext.vocabulary import ModelVocabulary
 
@@ -43,6 +43,26 @@ class RuleSettings:
     def as_json(self) -> str:
         """What travels to other processes."""
         return json.dumps({name: options.model_dump() for name, options in self.options.items()})
+
+    def with_options(self, values: Mapping[str, Mapping[str, Any]]) -> RuleSettings:
+        """The same with some options' values replaced, by rule."""
+        replaced = {name: self.options[name].model_copy(update=dict(values[name])) for name in values}
+        return RuleSettings({**self.options, **replaced})
+
+    @functools.cached_property
+    def reports(self) -> str | None:
+        """What the sum of a request's notes is called; None where no rule leaves any."""
+        return next((load_rule(name).reports for name in self.options if load_rule(name).reports), None)
+
+    @functools.cached_property
+    def learns(self) -> bool:
+        """Whether a rule keeps what it learns."""
+        return any(issubclass(load_rule(name), LearningRule) for name in self.options)
+
+    def grammars(self, params: Any) -> list[tuple[str, str, str]]:
+        """Those that rules know by themselves: key of ``vllm_xargs``, vLLM's field for such a grammar, source."""
+        found = [(name, load_rule(name).grammar(its)) for name, its in self.of_request(params)]
+        return [(f"{name}_{given[0]}", *given) for name, given in found if given is not None]
 
     def check(self, vocab_size: int, tokenizer_hash: Callable[[], str]) -> None:
         """Refuse what cannot work with this model; see `Rule.check`.
@@ -82,11 +102,18 @@ class RuleSettings:
             ValueError: also for a rule that this server does not have, or that contradicts what else is asked for.
         """
         asked = asked_of(params)
-        for name, parsed in self.of_request(params):
+        under = self.of_request(params)
+        for name, parsed in under:
             if name not in self.options:
                 raise ValueError(
                     f"vllm_xargs {', '.join(parsed.model_fields_set)}: this server has no rule {name!r}; start it with "
                     f"{EXAMPLE % name}, or leave them out."
+                )
+            if load_rule(name).alone and len(under) > 1:
+                others = ", ".join(repr(other.name) for other in under if other.name != name)
+                raise ValueError(
+                    f"vllm_xargs {', '.join(parsed.model_fields_set)}: rule {name!r} does not go with {others} in one "
+                    "request: it samples from the model's own distribution. Leave one of them out."
                 )
             if problem := load_rule(name).problem(self.options[name], parsed, asked):
                 raise ValueError(f"vllm_xargs: {problem}.")
@@ -108,6 +135,7 @@ def asked_of(params: Any) -> Asked:
             or params.frequency_penalty
             or params.logit_bias
         ),
+        num_answers=params.n,
     )
 
 

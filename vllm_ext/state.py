@@ -8,7 +8,7 @@ complete file, the old or the new.
 
 The file's metadata holds the format's version, the combination in full and a BLAKE3 checksum over everything else. What
 cannot be used is renamed, with a warning, and the server starts without it. No proposer trusts the arrays either, see
-`proposers/learned.py`.
+`kernels/learned_arrays.py`.
 """
 
 from __future__ import annotations
@@ -30,9 +30,7 @@ from typing import Any
 import numpy as np
 
 from vllm_ext import __version__, vocabulary
-from vllm_ext.config import Settings
-from vllm_ext.proposers.base import MethodOptions
-from vllm_ext.proposers.learned import Learned
+from vllm_ext.kernels.learned_arrays import Learned
 
 logger = logging.getLogger("vllm.vllm_ext")
 
@@ -54,26 +52,25 @@ class Identity:
     revision: str
     tokenizer: str  # vllm_ext.vocabulary.vocabulary_hash
     vocab_size: int
-    method: str
-    options: str  # the method's own, as JSON
+    method: str  # or rule
+    options: str  # its own, as JSON
     data_parallel_rank: int
 
     @classmethod
-    def of(cls, vllm_config: Any, settings: Settings) -> Identity:
+    def of(cls, vllm_config: Any, method: str, options: Mapping[str, Any]) -> Identity:
         """Of one engine; reads the tokenizer's file."""
         model = vllm_config.model_config
         try:
             tokenizer = vocabulary.hash_of(model.tokenizer, model.tokenizer_revision)
         except ValueError:  # no fast form: its name has to do
             tokenizer = f"{model.tokenizer}@{model.tokenizer_revision or ''}"
-        own = settings.options.model_dump(exclude=set(MethodOptions.model_fields))
         return cls(
             str(Path(model.model).resolve()) if Path(model.model).is_dir() else model.model,
             model.revision or "",
             tokenizer,
             model.get_vocab_size(),
-            settings.method,
-            json.dumps(own, sort_keys=True),
+            method,
+            json.dumps(options, sort_keys=True),
             vllm_config.parallel_config.data_parallel_index,
         )
 
@@ -85,12 +82,13 @@ class Identity:
         return f"{self.method}-{model}-{key[:16]}.safetensors"
 
 
-def prepare_folder(path: str, field: str = "state_dir") -> Path:
+def prepare_folder(path: str, field: str = "state_dir", option: str = "--speculative-config") -> Path:
     """The folder's absolute path; it is made, for this user alone, when it is missing.
 
     Args:
         path: the option's value.
-        field: the option's name.
+        field: its name.
+        option: of the server, that it stands in.
 
     Raises:
         ValueError: it is none, or nothing can be written there; the message names the field and the way out.
@@ -103,7 +101,7 @@ def prepare_folder(path: str, field: str = "state_dir") -> Path:
     except OSError as error:
         raise ValueError(
             f"{field}={path!r}: nothing can be written there ({error.strerror}); name a folder that this user "
-            f"may write to, or remove {field} from --speculative-config: then nothing is kept"
+            f"may write to, or remove {field} from {option}: then nothing is kept"
         ) from None
     return folder
 
@@ -215,7 +213,7 @@ class StateFile:
 
 
 class Keeper:
-    """Saves what a proposer learns, from a thread of its own, and once more at the end.
+    """Saves what a proposer or a rule learns, from a thread of its own, and once more at the end.
 
     Args:
         file: where to.

@@ -64,7 +64,13 @@ class Drafter:
             if vllm_config.parallel_config.rank == 0:
                 own = Path(options.export_dir) / str(vllm_config.parallel_config.data_parallel_index)
                 self._export = Export(own, options.export_mb)
-        self._memory = Memory(vllm_config, settings, lambda counter: self._count({counter: 1}))
+        self._memory = Memory(
+            vllm_config,
+            settings.method,
+            settings.options,
+            settings.own_options,
+            lambda counter: self._count({counter: 1}),
+        )
         self._sampling: dict[str, Sampling] = {}  # by request id; its keys are the requests started
         self._top: tuple[Int32, Float32] | None = None  # of this step's rows, from `tap` to `step`
         self._log_total: Float32 | None = None
@@ -98,7 +104,10 @@ class Drafter:
         self.proposer.warm_up()
         if self.model_drafts is not None:
             self.model_drafts.passes.load(model)
-        self.proposer = self._memory.restore(self.proposer)
+        self.proposer = self._memory.restore(
+            self.proposer,
+            lambda: self._settings.proposer_class.from_options(self._settings.options, self._vocab_size),
+        )
         logger.info(
             "vllm-ext: %s holds %.2f MB of host memory",
             type(self.proposer).__name__,

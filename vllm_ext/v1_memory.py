@@ -1,46 +1,76 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a proposer learns, over restarts: read at the start, on all ranks the same, and saved by rank 0."""
+"""What a proposer or a rule learns, over restarts: read at the start, on all ranks the same, and saved by rank 0."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol, TypeVar
 
 from vllm.distributed.parallel_state import get_tp_group
 from vllm.logger import init_logger
 
 from vllm_ext import state
-from vllm_ext.config import Settings
-from vllm_ext.proposers.base import Proposer
+from vllm_ext.kernels.learned_arrays import Learned
 
 logger = init_logger("vllm.vllm_ext")
 
 
+class Learner(Protocol):
+    """What learns; see `vllm_ext.proposers.base.Proposer`."""
+
+    def learned(self) -> dict[str, Learned]:
+        """What to save."""
+
+    def restore(self, arrays: Mapping[str, Learned]) -> None:
+        """Take over what was saved; ValueError where it cannot be."""
+
+
+L = TypeVar("L", bound=Learner)
+
+
 class Memory:
-    """Of one proposer; without a ``state_dir`` it does nothing.
+    """Of one learner; without a ``state_dir`` it does nothing.
 
     Args:
         vllm_config: the engine's.
-        settings: the method's.
+        name: of the method or rule.
+        options: its own; ``state_dir`` and ``state_interval_minutes`` say where to and how often.
+        own: those of them that make what is learnt another.
         count: adds one to a counter.
     """
 
-    def __init__(self, vllm_config: Any, settings: Settings, count: Callable[[str], None]) -> None:
-        # Held while the proposer learns or is read; a save copies what it has learnt in another thread.
+    def __init__(
+        self,
+        vllm_config: Any,
+        name: str,
+        options: Any,
+        own: Mapping[str, Any],
+        count: Callable[[str], None],
+    ) -> None:
+        # Held while the learner learns or is read; a save copies what it has learnt in another thread.
         self.lock = threading.Lock()
-        self._config, self._settings, self._count = vllm_config, settings, count
+        self._config, self._name, self._options, self._own = vllm_config, name, options, own
+        self._count = count
         self._keeper: state.Keeper | None = None  # rank 0's
 
-    def restore(self, proposer: Proposer) -> Proposer:
-        """Let it take over what was saved, and keep what it learns from now on. Another one where it could not."""
-        state_dir = self._settings.options.state_dir
+    def restore(self, learner: L, anew: Callable[[], L]) -> L:
+        """Let it take over what was saved, and keep what it learns from now on.
+
+        Args:
+            learner: has learnt nothing yet.
+            anew: makes another, for where it could not take over what was saved.
+
+        Returns:
+            The one of these to use.
+        """
+        state_dir = self._options.state_dir
         if state_dir is None:
-            return proposer
+            return learner
         file, arrays = None, None
         if self._config.parallel_config.rank == 0:
             file = state.StateFile(
-                state.prepare_folder(state_dir), state.Identity.of(self._config, self._settings)
+                state.prepare_folder(state_dir), state.Identity.of(self._config, self._name, self._own)
             )
             try:
                 arrays = file.load()
@@ -51,11 +81,9 @@ class Memory:
             arrays = get_tp_group().broadcast_object(arrays, src=0)
         if arrays is not None:
             try:
-                proposer.restore(arrays)
+                learner.restore(arrays)
             except ValueError as error:  # on all ranks alike
-                proposer = self._settings.proposer_class.from_options(
-                    self._settings.options, self._config.model_config.get_vocab_size()
-                )
+                learner = anew()
                 if file is not None:
                     file = self._set_aside(file, str(error))
             else:
@@ -65,12 +93,12 @@ class Memory:
         if file is not None:
             self._keeper = state.Keeper(
                 file,
-                proposer.learned,
+                learner.learned,
                 self.lock,
-                60.0 * self._settings.options.state_interval_minutes,
+                60.0 * self._options.state_interval_minutes,
                 self._count,
             )
-        return proposer
+        return learner
 
     def _set_aside(self, file: state.StateFile, reason: str) -> state.StateFile | None:
         """The file to save to; None where the unusable one cannot be moved out of the way."""

@@ -10,18 +10,24 @@ from __future__ import annotations
 
 import functools
 import json
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
 from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError
+from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.sample.logits_processor import LogitsProcessor
 from vllm.v1.sample.logits_processor.builtin import process_dict_updates
+from vllm.v1.structured_output.backend_xgrammar import validate_xgrammar_grammar
 
 from vllm_ext import rules
 from vllm_ext.rules import RuleSettings
-from vllm_ext.samplers.base import Row
+from vllm_ext.samplers.base import LearningRule, Row
+from vllm_ext.v1_memory import Memory
 from vllm_ext.vocabulary import ModelVocabulary
+
+Notes = dict[int, float]  # of a request, by place in its output
 
 
 class RuleProcessor(LogitsProcessor):  # type: ignore[misc]  # vLLM is untyped to us
@@ -34,17 +40,19 @@ class RuleProcessor(LogitsProcessor):  # type: ignore[misc]  # vLLM is untyped t
         """HTTP 400 for what the rules refuse."""
         try:
             cls.settings.validate(sampling_params)
+            for key, field, source in cls.settings.grammars(sampling_params):
+                _check_grammar(key, field, source)
         except ValueError as error:
             raise VLLMValidationError(str(error), parameter="vllm_xargs") from None
 
     def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
         self._rules = rules.load(self.settings.as_json, ModelVocabulary.of(vllm_config.model_config))
-        self._rows: dict[int, dict[str, Row]] = {}  # by batch index, by rule
+        self.rows: dict[int, dict[str, Row]] = {}  # by batch index, by rule
 
     @property
     def is_idle(self) -> bool:
         """Whether no request of the batch is under a rule."""
-        return not self._rows
+        return not self.rows
 
     def is_argmax_invariant(self) -> bool:
         """They say what may be sampled at all."""
@@ -52,7 +60,7 @@ class RuleProcessor(LogitsProcessor):  # type: ignore[misc]  # vLLM is untyped t
 
     def update_state(self, batch_update: Any) -> None:
         """See vLLM's."""
-        process_dict_updates(self._rows, batch_update, self._new)
+        process_dict_updates(self.rows, batch_update, self._new)
 
     def _new(
         self, params: SamplingParams, prompt: list[int] | None, output: list[int]
@@ -67,7 +75,7 @@ class RuleProcessor(LogitsProcessor):  # type: ignore[misc]  # vLLM is untyped t
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
         """See vLLM's."""
         for name, rule in self._rules.items():
-            rows = {index: its[name] for index, its in self._rows.items() if name in its}
+            rows = {index: its[name] for index, its in self.rows.items() if name in its}
             if len(rows) == len(logits):
                 rule.apply(logits, [rows[index] for index in range(len(logits))])
             elif rows:
@@ -76,6 +84,50 @@ class RuleProcessor(LogitsProcessor):  # type: ignore[misc]  # vLLM is untyped t
                 rule.apply(part, list(rows.values()))
                 logits[index] = part
         return logits
+
+
+def _check_grammar(key: str, field: str, source: str) -> None:
+    """Refuse what xgrammar can make nothing of, and schemas that it would only take in part."""
+    try:
+        validate_xgrammar_grammar(
+            SamplingParams(structured_outputs=StructuredOutputsParams(**{field: source}))
+        )
+    except (ValueError, VLLMValidationError) as error:
+        raise ValueError(f"vllm_xargs {key}: {error}") from None
+
+
+def take_notes(processors: Any, names: Sequence[str], into: dict[str, Notes]) -> None:
+    """Move what rules have noted of this step's rows.
+
+    Args:
+        processors: vLLM's LogitsProcessors.
+        names: request ids, by batch index.
+        into: by request id, what was noted, by place in the output.
+    """
+    for processor in processors.all:
+        if isinstance(processor, RuleProcessor) and processor.settings.reports:
+            for index, rows in processor.rows.items():
+                for row in rows.values():
+                    if row.notes:
+                        into.setdefault(names[index], {}).update(row.notes)
+                        row.notes.clear()
+
+
+def remember(vllm_config: Any) -> list[Memory]:
+    """Let rules that learn take over what was saved, and save them from now on; close what is given."""
+    settings = rules.of_vllm_config(vllm_config)
+    if settings is None:
+        return []
+    memories = []
+    loaded = rules.load(settings.as_json, ModelVocabulary.of(vllm_config.model_config))
+    for name, rule in loaded.items():
+        if isinstance(rule, LearningRule):
+            options = settings.options[name]
+            memory = Memory(vllm_config, name, options, {}, lambda counter: None)
+            memory.restore(rule, lambda rule=rule: rule)  # type: ignore[misc]
+            rule.lock, rule.touch = memory.lock, memory.touch
+            memories.append(memory)
+    return memories
 
 
 def name_of(settings: RuleSettings) -> str:

@@ -27,7 +27,7 @@ from vllm.v1.sample.rejection_sampler import PLACEHOLDER_TOKEN_ID, RejectionSamp
 from vllm_ext.grammars import Masks
 from vllm_ext.samplers.tree_walk import greedy_walk, walk
 from vllm_ext.v1_drawn import DrawnSampler
-from vllm_ext.v1_rules import RuleProcessor
+from vllm_ext.v1_rules import RuleProcessor, take_notes
 from vllm_ext.v1_trees import StepTrees
 
 VERIFICATION = 0xACCE  # in the seed of its noise: apart from the draft's
@@ -138,6 +138,9 @@ class _Rounds:
         if self._masks is not None:
             self._masks.apply(logits, requests, emitted)
         output = self._sampler(logits=logits, sampling_metadata=metadata)
+        if not first:
+            names = [self._runner.input_batch.req_ids[request] for request in requests]
+            take_notes(metadata.logitsprocs, names, self._runner.path_notes)
         if output.logprobs_tensors is not None:
             self._parts.append((list(requests), output.logprobs_tensors))
         tokens: list[int] = output.sampled_token_ids[:, 0].tolist()

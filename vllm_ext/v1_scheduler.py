@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's scheduler, twice: one leaves structured requests' drafts to the worker, one has KV slots for a draft model's.
+"""vLLM's scheduler, thrice: one returns what sampling rules report, and of that kind one leaves structured requests'
+drafts to the worker, and one has KV slots for a draft model's.
 
 vLLM cuts drafts that are no legal chain, and reserves slots for its own draft models only, by method name;
 ``scheduler_cls`` is the option that lets others in.
@@ -7,22 +8,63 @@ vLLM cuts drafts that are no legal chain, and reserves slots for its own draft m
 
 from __future__ import annotations
 
+import functools
+import math
 from dataclasses import replace
 from typing import Any
 
 from vllm.v1.core.sched.scheduler import Scheduler as StockScheduler
 from vllm.v1.outputs import DraftTokenIds
 
-from vllm_ext import grammars
+from vllm_ext import grammars, rules
 from vllm_ext.proposers.sampled import ASKED_PER_NODE
 
+NOTES = "vllm_ext_notes"  # of a ModelRunnerOutput; set by `v1_worker`
+REPORT = "vllm_ext"  # the key of what a request's rules have to say
 
-class GrammarScheduler(StockScheduler):  # type: ignore[misc]  # vLLM is untyped to us
-    """Structured requests have trees, which the worker has made of what the grammar allows, and masks."""
+
+class RulesScheduler(StockScheduler):  # type: ignore[misc]  # vLLM is untyped to us
+    """Adds up what sampling rules note of a request's tokens, and returns it with the request.
+
+    In ``kv_transfer_params``, the one field of vLLM's outputs that takes what a scheduler wants to say, and that its
+    HTTP answers have.
+    """
 
     requests: dict[str, Any]
-    structured_output_manager: Any
     vllm_config: Any
+
+    @functools.cached_property
+    def _report(self) -> str | None:
+        settings = rules.of_vllm_config(self.vllm_config)
+        return None if settings is None else settings.reports
+
+    @functools.cached_property
+    def _notes(self) -> dict[str, dict[int, float]]:
+        """By request id, by place in the output: rows whose token is thrown away (a prompt's parts) are replaced."""
+        return {}
+
+    def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
+        """vLLM's."""
+        for name, notes in getattr(model_runner_output, NOTES, {}).items():
+            if name in self.requests:
+                self._notes.setdefault(name, {}).update(notes)
+        return super().update_from_output(scheduler_output, model_runner_output)
+
+    def _free_request(self, request: Any, *args: Any, **kwargs: Any) -> Any:
+        """vLLM's; called when a request ends, in whatever way."""
+        params, others = super()._free_request(request, *args, **kwargs)
+        notes = self._notes.pop(request.request_id, None) if self._report is not None else None
+        if notes is not None:
+            # A step may have drawn tokens behind the one that ended the request.
+            total = sum(value for place, value in notes.items() if place < request.num_output_tokens)
+            params = {**(params or {}), REPORT: {self._report: total if math.isfinite(total) else None}}
+        return params, others
+
+
+class GrammarScheduler(RulesScheduler):
+    """Structured requests have trees, which the worker has made of what the grammar allows, and masks."""
+
+    structured_output_manager: Any
 
     def add_request(self, request: Any) -> None:
         """vLLM's; the request says which backend it really has, which with ``auto`` is that of the first of all."""
@@ -63,10 +105,8 @@ class GrammarScheduler(StockScheduler):  # type: ignore[misc]  # vLLM is untyped
         return super().get_grammar_bitmask(scheduler_output)
 
 
-class Scheduler(StockScheduler):  # type: ignore[misc]  # vLLM is untyped to us
+class Scheduler(RulesScheduler):
     """Reserves a slot for each node that the draft model reads and for the token before them."""
-
-    vllm_config: Any
 
     @property
     def num_lookahead_tokens(self) -> int:

@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The worker that installs our runner: vLLM's own worker of this platform, one override."""
+"""vLLM's own worker of this platform, twice: with what sampling rules leave behind, and with our runner besides."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from vllm.platforms import current_platform
 
-from vllm_ext import compat, v1_attention, v1_runner
+from vllm_ext import compat, rules, v1_attention, v1_rules, v1_runner, v1_scheduler
 from vllm_ext.v1_drafter import Drafter
+from vllm_ext.v1_memory import Memory
 
 if current_platform.is_cpu():
     from vllm.v1.worker.cpu_worker import CPUWorker as PlatformWorker
@@ -16,8 +18,48 @@ else:
     from vllm.v1.worker.gpu_worker import Worker as PlatformWorker
 
 
-class Worker(PlatformWorker):  # type: ignore[misc]  # vLLM is untyped to us
-    """Named in ``worker_cls`` by the plugin."""
+class RulesWorker(PlatformWorker):  # type: ignore[misc]  # vLLM is untyped to us
+    """Named in ``worker_cls`` where a rule reports or learns."""
+
+    _memories: Sequence[Memory] = ()
+    _reports = False
+
+    def init_device(self) -> None:
+        """Refuse a vLLM that has moved before any model is loaded."""
+        compat.check_hooks()
+        super().init_device()
+
+    def load_model(self, *args: Any, **kwargs: Any) -> Any:
+        """vLLM's; then rules take over what they had learnt."""
+        result = super().load_model(*args, **kwargs)
+        self._memories = v1_rules.remember(self.vllm_config)
+        settings = rules.of_vllm_config(self.vllm_config)
+        self._reports = settings is not None and settings.reports is not None
+        return result
+
+    def sample_tokens(self, grammar_output: Any) -> Any:
+        """vLLM's; what rules have noted goes with the tokens."""
+        output = super().sample_tokens(grammar_output)
+        if self._reports and output is not None:
+            runner = self.model_runner
+            notes: dict[str, v1_rules.Notes] = getattr(runner, "path_notes", {})
+            v1_rules.take_notes(runner.input_batch.logitsprocs, runner.input_batch.req_ids, notes)
+            setattr(output, v1_scheduler.NOTES, notes)
+            if hasattr(runner, "path_notes"):
+                runner.path_notes = {}
+        return output
+
+    def shutdown(self) -> None:
+        """Save what was learnt, then vLLM's own. Also called when start-up has failed, at any point of it."""
+        try:
+            for memory in self._memories:
+                memory.close()
+        finally:
+            super().shutdown()
+
+
+class Worker(RulesWorker):
+    """Named in ``worker_cls`` where a method of ours runs."""
 
     def init_device(self) -> None:
         """Refuse a vLLM that has moved before any model is loaded, then install the runner."""
@@ -39,7 +81,7 @@ class Worker(PlatformWorker):  # type: ignore[misc]  # vLLM is untyped to us
         return times
 
     def shutdown(self) -> None:
-        """Save what was learnt, then vLLM's own. Also called when start-up has failed, at any point of it."""
+        """See the base class."""
         drafter = getattr(getattr(self, "model_runner", None), "drafter", None)
         try:
             if isinstance(drafter, Drafter):

@@ -6,12 +6,16 @@ the user's own, which vLLM refuses there.
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from conftest import engine
 from helpers import assert_same_outputs, own_prompts
+from safetensors import safe_open
 from typer.testing import CliRunner
 from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError
@@ -38,6 +42,14 @@ SAMPLING: tuple[dict[str, Any], ...] = (
     {**GREEDY, "logprobs": 2},
     {**SEEDED, "min_p": 0.02, "logit_bias": {33: 4.0}},
 )
+
+
+def short_words(text: str, ended: bool) -> bool:
+    """A user's own check: five words of one to four small letters."""
+    return (
+        re.fullmatch(r"([a-z]{1,4} ){4}[a-z]{1,4}" if ended else r"([a-z]{1,4} ){0,4}[a-z]{0,4}", text)
+        is not None
+    )
 
 
 class NoRepeat(AdapterLogitsProcessor):  # type: ignore[misc]  # vLLM is untyped to us
@@ -76,8 +88,13 @@ def options(slice_dir: str, tmp_path_factory: pytest.TempPathFactory) -> dict[st
             f"{folder / name}.txt",
         ]
         assert CliRunner().invoke(app, arguments).exit_code == 0
+    rules = {
+        "trie": {"files": files},
+        "asap": {"state_dir": str(folder)},
+        "awrs": {"checks": {"short_words": f"{__name__}:short_words"}},
+    }
     return {
-        "additional_config": {"vllm_ext": {"rules": {"trie": {"files": files}}}},
+        "additional_config": {"vllm_ext": {"rules": rules}},
         "logits_processors": [f"{__name__}:NoRepeat"],
     }
 
@@ -182,4 +199,98 @@ def test_the_users_own_processors(plain: Any, trees: Any) -> None:
 def test_wrong_requests_are_refused_and_hurt_nobody(trees: Any, extra_args: dict[str, Any]) -> None:
     with pytest.raises(VLLMValidationError, match="vllm_xargs: trie="):
         ask(trees, [params(GREEDY, trie="short"), params(GREEDY, **extra_args)])
+    assert ask(trees, [params(GREEDY, trie="short")])[0].text in SHORT
+
+
+SCHEMA = (
+    '{"type": "object", "properties": {"age": {"type": "integer"}, "name": {"type": "string", "maxLength": 12}}, '
+    '"required": ["age", "name"], "additionalProperties": false}'
+)
+
+
+def test_awrs_has_its_tokens_and_its_weights(plain: Any, trees: Any) -> None:
+    given = [params({**SEEDED, "seed": seed}, awrs_json=SCHEMA) for seed in range(3)]
+    given += [params(SEEDED, awrs_check="short_words"), params(GREEDY, awrs_check="short_words")]
+    given += [params(SEEDED, awrs_regex="[0-9]{3}-[0-9]{3}"), params(SEEDED), params(SEEDED, trie="short")]
+    messages = [[{"role": "user", "content": own_prompts()[i % 8]}] for i in range(len(given))]
+    expected, actual = (
+        llm.chat(messages, [each.clone() for each in given], use_tqdm=False) for llm in (plain, trees)
+    )
+    assert_same_outputs([o.outputs[0].token_ids for o in expected], [o.outputs[0].token_ids for o in actual])
+    assert short_words(actual[3].outputs[0].text, ended=True)
+    assert short_words(actual[4].outputs[0].text, ended=True)
+    assert re.fullmatch("[0-9]{3}-[0-9]{3}", actual[5].outputs[0].text)
+    for left, right in zip(expected, actual, strict=True):
+        if left.kv_transfer_params is None:
+            assert right.kv_transfer_params is None
+        else:
+            weight = left.kv_transfer_params["vllm_ext"]["awrs_log_weight"]
+            assert weight <= 0.0
+            found = right.kv_transfer_params["vllm_ext"]["awrs_log_weight"]
+            assert found == pytest.approx(weight, rel=1e-3, abs=1e-3)
+    with_weight = [output.kv_transfer_params is not None for output in actual]
+    assert with_weight == [True, True, True, True, False, True, False, False]
+    # A regular expression of seven characters out of thousands of tokens: hardly the model's own words.
+    assert actual[5].kv_transfer_params["vllm_ext"]["awrs_log_weight"] < -3.0
+    assert counters(trees)["fallbacks:proposer_error"] == 0
+
+
+def test_awrs_without_a_seed_varies(trees: Any) -> None:
+    answers = ask(trees, [params({"temperature": 1.5}, awrs_regex="[0-9]{6}")] * 4)
+    assert len({answer.text for answer in answers}) > 1
+
+
+def test_asap_learns_from_answer_to_answer(plain: Any, trees: Any) -> None:
+    """The same with trees, as long as requests come one by one: what the first put out says how the next is drawn."""
+    texts = []
+    for seed in range(6):
+        given = [params({**SEEDED, "seed": seed % 3}, asap_regex="(0|1[01]{5}|2[a-z]{4})")]
+        expected, actual = ask(plain, given), ask(trees, given)
+        assert_same_outputs([expected[0].token_ids], [actual[0].token_ids])
+        assert re.fullmatch("0|1[01]{5}|2[a-z]{4}", actual[0].text)
+        texts.append(actual[0].text)
+    assert texts[:3] != texts[3:]  # the seeds are the same
+    given = [params(SEEDED, asap_json=SCHEMA), params(SEEDED)]
+    expected, actual = ask(plain, given), ask(trees, given)
+    assert_same_outputs([o.token_ids for o in expected], [o.token_ids for o in actual])
+
+
+def save(worker: Any) -> bool:
+    (memory,) = worker._memories
+    return bool(memory._keeper.save())
+
+
+def test_what_asap_has_learnt_is_saved(trees: Any, options: dict[str, Any]) -> None:
+    from vllm_ext.samplers.asap import ExpectedFuture
+    from vllm_ext.samplers.asap_rule import AsapOptions, AsapRule
+
+    ask(trees, [params(SEEDED, asap_regex="[ab]{3}")])
+    assert trees.collective_rpc(save) == [True]
+    (file,) = Path(options["additional_config"]["vllm_ext"]["rules"]["asap"]["state_dir"]).glob(
+        "asap-*.safetensors"
+    )
+    with safe_open(file, framework="numpy") as opened:
+        arrays = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+    rule = AsapRule(AsapOptions(), SimpleNamespace(size=4096, pieces=[], encode=list))
+    rule.restore(arrays)
+    assert all(len(future) > 0 for future in rule._futures.values())
+    assert any(future.bound < 1.0 for future in rule._futures.values())
+    assert all(isinstance(future, ExpectedFuture) for future in rule._futures.values())
+
+
+@pytest.mark.parametrize(
+    ("sampling", "extra_args", "says"),
+    [
+        (GREEDY, {"awrs_json": "{"}, "vllm_xargs awrs_json: Invalid JSON"),
+        (SEEDED, {"asap_regex": "("}, "vllm_xargs asap_regex: Failed to transform regex"),
+        (SEEDED, {"awrs_check": "mine"}, "awrs_check='mine' is not allowed; allowed: 'short_words'"),
+        (SEEDED, {"awrs_regex": "a", "trie": "short"}, "rule 'awrs' does not go with 'trie' in one request"),
+        (GREEDY, {"asap_regex": "a"}, "temperature=0 does not go with asap"),
+    ],
+)
+def test_grammars_that_cannot_be_are_refused(
+    trees: Any, sampling: dict[str, Any], extra_args: dict[str, Any], says: str
+) -> None:
+    with pytest.raises(VLLMValidationError, match=says):
+        ask(trees, [params(GREEDY, trie="short"), params(sampling, **extra_args)])
     assert ask(trees, [params(GREEDY, trie="short")])[0].text in SHORT

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import time
 import urllib.error
@@ -35,7 +36,7 @@ def server(model_dir: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_LOGGING_LEVEL", "INFO")  # the log is tested
         server = demo.Server("tested", model_dir, "float32", METHOD)
-        rules = {"vllm_ext": {"rules": {"trie": {"files": {"pets": str(file)}}}}}
+        rules = {"vllm_ext": {"rules": {"trie": {"files": {"pets": str(file)}}, "awrs": {}}}}
         server.command += ["--additional-config", json.dumps(rules)]
         with server:
             patch.undo()
@@ -142,15 +143,22 @@ def test_rules_of_requests(server: demo.Server) -> None:
         {"vllm_xargs": {"trie": "plants"}},
         {"vllm_xargs": {"trie": "pets"}, "ignore_eos": True},
         {"vllm_xargs": {"trie": "pets"}, "response_format": {"type": "json_object"}},
+        {"vllm_xargs": {"awrs_regex": "(cat|dog)s?"}, "temperature": 1, "seed": 1},
+        {"vllm_xargs": {"awrs_json": "{"}},
     ]
-    with ThreadPoolExecutor(6) as pool:
+    with ThreadPoolExecutor(8) as pool:
         replies = list(pool.map(lambda body: ask(**body), bodies))
-    assert [status for status, _ in replies] == [200, 200, 200, 400, 400, 400]
+    assert [status for status, _ in replies] == [200, 200, 200, 400, 400, 400, 200, 400]
     texts = [reply["choices"][0]["message"]["content"] for _, reply in replies[:3]]
     assert set(texts[:2]) <= set(ANSWERS)
     assert texts[2] not in ANSWERS
     assert "vllm_xargs: trie='plants' is not allowed; allowed: 'pets'." in json.dumps(replies[3][1])
     assert "does not go with ignore_eos=True" in json.dumps(replies[4][1])
+    weighed = replies[6][1]
+    assert re.fullmatch("(cat|dog)s?", weighed["choices"][0]["message"]["content"])
+    assert weighed["kv_transfer_params"]["vllm_ext"]["awrs_log_weight"] <= 0.0
+    assert replies[0][1]["kv_transfer_params"] is None
+    assert "vllm_xargs awrs_json: Invalid JSON" in json.dumps(replies[7][1])
 
 
 def test_aborts_in_mid_stream(server: demo.Server) -> None:

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from vllm_ext.kernels.learned_arrays import Learned
 from vllm_ext.kernels.ngram_table import MOST_COUNT, NgramTable
 from vllm_ext.kernels.suffix_array_ref import sort_key_ref
 from vllm_ext.kernels.suffix_index import SEPARATOR, SuffixIndex, append, contents, find, rebuild
@@ -20,7 +21,6 @@ from vllm_ext.proposers.datastore import Datastore, Header, Segment, SegmentInfo
 from vllm_ext.proposers.draft_model import DraftModelProposer
 from vllm_ext.proposers.hybrid import Hybrid
 from vllm_ext.proposers.input_copy import InputCopy
-from vllm_ext.proposers.learned import Learned
 from vllm_ext.proposers.registry import METHODS, load_method
 from vllm_ext.proposers.rest import Rest
 from vllm_ext.proposers.stand import Stand

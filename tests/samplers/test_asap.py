@@ -65,7 +65,8 @@ def sample(future: ExpectedFuture, chance: RandomChance) -> tuple[int, ...]:
     prefix: tuple[int, ...] = ()
     while True:
         ids = allowed(prefix)
-        token = int(ids[chance.draw(future.weights(prefix, ids, model(prefix)[ids]))])
+        p = model(prefix)[ids]
+        token = int(ids[chance.draw(p * future.chances(prefix, ids, p))])
         if token == END:
             return prefix
         prefix = (*prefix, token)
@@ -75,7 +76,7 @@ def frozen(future: ExpectedFuture) -> Callable[[Sequence[int], Int32, Float64], 
     """What it would sample by, asked of a copy."""
     import copy
 
-    return lambda prefix, ids, p: copy.deepcopy(future).weights(prefix, ids, p)
+    return lambda prefix, ids, p: p * copy.deepcopy(future).chances(prefix, ids, p)
 
 
 def divergence(q: Float64) -> float:
@@ -105,7 +106,7 @@ def test_laws_approach_the_models_conditional() -> None:
     for string in ALLOWED:
         for n in range(LENGTH + 1):
             ids = allowed(string[:n])
-            future.weights(string[:n], ids, model(string[:n])[ids])
+            future.chances(string[:n], ids, model(string[:n])[ids])
     assert future.bound == pytest.approx(P.sum(), abs=1e-12)
     assert divergence(law(frozen(future))) == pytest.approx(0.0, abs=1e-12)
 
@@ -134,15 +135,15 @@ def test_a_dead_end_is_never_sampled_again() -> None:
     future = ExpectedFuture(100)
     none = np.empty(0, np.int32)
     ids, p = np.array([4, 7], np.int32), np.array([0.6, 0.1])
-    assert future.weights([], ids, p).tolist() == [0.6, 0.1]
-    assert future.weights([4], none, np.empty(0)).tolist() == []
-    assert future.weights([], ids, p).tolist() == [0.0, 0.1]
-    assert future.weights([7], none, np.empty(0)).tolist() == []
+    assert future.chances([], ids, p).tolist() == [1.0, 1.0]
+    assert future.chances([4], none, np.empty(0)).tolist() == []
+    assert future.chances([], ids, p).tolist() == [0.0, 1.0]
+    assert future.chances([7], none, np.empty(0)).tolist() == []
     assert future.bound == 0.0
 
 
 def test_a_prefix_that_was_not_allowed_is_named() -> None:
     future = ExpectedFuture(100)
-    future.weights([], np.array([4, 7], np.int32), np.array([0.6, 0.1]))
+    future.chances([], np.array([4, 7], np.int32), np.array([0.6, 0.1]))
     with pytest.raises(ValueError, match=r"prefix\[0\]=5 was not allowed there"):
-        future.weights([5], np.array([4], np.int32), np.array([0.6]))
+        future.chances([5], np.array([4], np.int32), np.array([0.6]))

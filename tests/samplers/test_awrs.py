@@ -21,12 +21,15 @@ TARGETS = {
 CONSTRAINTS = [set(c) for n in range(6) for c in itertools.combinations(range(5), n)]
 
 
+@pytest.mark.parametrize("patience", [None, 0, 1, 2, 16])
 @pytest.mark.parametrize("name", TARGETS)
-def test_law_and_weights_are_exact(name: str) -> None:
+def test_law_and_weights_are_exact(name: str, patience: int | None) -> None:
     p = TARGETS[name]
     for constraint in CONSTRAINTS:
         law, weighted, nothing = np.zeros(5), np.zeros(5), 0.0
-        for found, weight in outcomes(lambda script: awrs.draw(p, constraint.__contains__, script)):  # noqa: B023
+        ids = np.array(sorted(constraint), dtype=np.int32)
+        mask = (None, 0) if patience is None else (lambda ids=ids: ids, patience)
+        for found, weight in outcomes(lambda script: awrs.draw(p, constraint.__contains__, script, *mask)):  # noqa: B023
             if found.token is None:
                 nothing += weight
                 assert found.weight == 0.0
@@ -73,6 +76,21 @@ def test_nothing_is_asked_twice_nor_in_vain() -> None:
     found = awrs.draw(p, allowed, RandomChance(np.random.default_rng(0)))
     assert found == (None, 0.0, 3)
     assert sorted(asked) == [0, 2, 3]
+
+
+def test_patience_ends() -> None:
+    """A constraint that allows nearly nothing is asked about few tokens, and then for all it allows."""
+    p = np.random.default_rng(1).dirichlet(np.ones(20_000))
+    inside, asked = np.array([5, 12_345], dtype=np.int32), []
+
+    def allowed(token: int) -> bool:
+        asked.append(token)
+        return token in inside
+
+    found = awrs.draw(p, allowed, RandomChance(np.random.default_rng(0)), lambda: inside)
+    assert found.token in inside
+    assert found.weight == pytest.approx(p[inside].sum(), rel=1e-12)
+    assert len(asked) == found.checks == awrs.PATIENCE
 
 
 def test_few_tokens_of_a_large_vocabulary_are_asked_about() -> None:

@@ -32,6 +32,7 @@ PLAIN = Asked(
     seed=None,
     truncates=False,
     penalizes=False,
+    num_answers=1,
 )
 HEADER = Header(
     created="now", tokenizer="toy", tokenizer_hash="abc", vocab_size=VOCAB, num_sequences=2, longest=3

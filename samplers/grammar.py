@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Grammars that a rule knows by itself, because a mask alone would not do: by xgrammar, behind any prefix.
+
+A rule sees rows of many requests, and of many paths down a tree. A matcher goes on from token to token and copies
+cheaply, so those behind the last rows are kept; where none is, one reads the prefix from its start, and says the same.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from vllm_ext.kernels.sparse import Int32
+from vllm_ext.samplers.base import Asked, RuleParams, Vocabulary
+
+Kind = Literal["json", "regex", "grammar"]
+KINDS: dict[Kind, str] = {
+    "json": "JSON schema, as text, that the answer obeys",
+    "regex": "regular expression that the answer matches",
+    "grammar": "grammar of the answer, in EBNF",
+}
+KEPT = 512  # matchers; 5 kB each for JSON
+COMPILED = 256  # grammars
+
+
+def grammar_of(params: RuleParams, rule: str) -> tuple[Kind, str] | None:
+    """What is given of a rule's parameters ``RULE_json``, ``RULE_regex`` and ``RULE_grammar``; the first."""
+    given = [(kind, getattr(params, f"{rule}_{kind}")) for kind in KINDS]
+    return next(((kind, source) for kind, source in given if source is not None), None)
+
+
+def problem(asked: Asked, what: str) -> str | None:
+    """Why a rule that samples from the model's own law cannot serve a request; None where it can."""
+    conflicts = {
+        "structured_outputs (response_format)": asked.structured,
+        "ignore_eos=True": asked.ignores_end,
+        f"min_tokens={asked.min_tokens}": asked.min_tokens > 0,
+        "allowed_token_ids or bad_words": asked.lists_tokens,
+        "top_k, top_p or min_p": asked.truncates,
+        "penalties or logit_bias": asked.penalizes,
+    }
+    if given := [name for name, is_given in conflicts.items() if is_given]:
+        return f"{what} does not go with {' nor '.join(given)}: it samples from the model's own distribution"
+    return None
+
+
+class Behind:
+    """One grammar behind some tokens. A `vllm_ext.samplers.base.Constraint`, less what is certain."""
+
+    def __init__(self, matcher: Any, end: int, vocabulary: Vocabulary) -> None:
+        self._matcher, self._end, self._vocabulary = matcher, end, vocabulary
+
+    def fork(self) -> Behind:
+        """A copy, which goes its own way."""
+        return Behind(self._matcher.fork(), self._end, self._vocabulary)
+
+    def accept(self, token: int) -> bool:
+        """See `Constraint`; the end token where an answer is whole. Nothing is allowed behind it."""
+        if self._matcher.is_terminated():
+            return False
+        # xgrammar takes tokens without text anywhere, though its masks have none of them.
+        if token != self._end and not self._vocabulary.pieces[token]:
+            return False
+        return bool(self._matcher.accept_token(token))
+
+    def rollback(self, num_tokens: int) -> None:
+        """See `Constraint`."""
+        if num_tokens:
+            self._matcher.rollback(num_tokens)
+
+    def allows(self, token: int) -> bool:
+        """Whether a token may come next."""
+        if not self.accept(token):
+            return False
+        self.rollback(1)
+        return True
+
+    def allowed(self) -> Int32:
+        """All tokens that may come next, ascending; none behind the end, or where the vocabulary cannot go on."""
+        if self._matcher.is_terminated():
+            return np.empty(0, dtype=np.int32)
+        words = torch.empty((1, -(-self._vocabulary.size // 32)), dtype=torch.int32)
+        self._matcher.fill_next_token_bitmask(words)
+        bits = np.unpackbits(words.numpy().view(np.uint8), bitorder="little")[: self._vocabulary.size]
+        return np.flatnonzero(bits).astype(np.int32)
+
+    def forced(self, most: int) -> list[int]:
+        """See `Constraint`."""
+        tokens: list[int] = []
+        while len(tokens) < most:
+            allowed = self.allowed()
+            if len(allowed) != 1:
+                break
+            tokens.append(int(allowed[0]))
+            self.accept(tokens[-1])
+        self.rollback(len(tokens))
+        return tokens
+
+
+class Grammars:
+    """Those that requests are under, compiled as they come: by then they are known to be right.
+
+    Args:
+        vocabulary: the target's.
+    """
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self._vocabulary = vocabulary
+        self._kept: OrderedDict[tuple[Any, ...], Behind] = OrderedDict()
+        self._compiled = functools.lru_cache(COMPILED)(self._compile)
+
+    def behind(self, kind: Kind, source: str, end: int, prefix: Sequence[int]) -> Behind | None:
+        """A grammar behind a prefix, for reading: what is taken must be rolled back. None where it forbids one.
+
+        Args:
+            kind: how ``source`` is written.
+            source: a JSON schema, a regular expression, or EBNF.
+            end: the token that ends an answer.
+            prefix: tokens since the prompt's end.
+        """
+        grammar = (kind, source, end)
+        key = (*grammar, *prefix)
+        if key in self._kept:
+            self._kept.move_to_end(key)
+            return self._kept[key]
+        shorter = self._kept.get((*grammar, *prefix[:-1])) if prefix else None
+        if shorter is not None:
+            found, rest = shorter.fork(), prefix[-1:]
+        else:
+            found, rest = Behind(self._matcher(kind, source, end), end, self._vocabulary), prefix
+        if not all(map(found.accept, rest)):
+            return None
+        self._kept[key] = found
+        if len(self._kept) > KEPT:
+            self._kept.popitem(last=False)
+        return found
+
+    def _matcher(self, kind: Kind, source: str, end: int) -> Any:
+        import xgrammar
+
+        return xgrammar.GrammarMatcher(self._compiled(kind, source), override_stop_tokens=[end])
+
+    def _compile(self, kind: Kind, source: str) -> Any:
+        if kind == "json":
+            return self._compiler.compile_json_schema(source)
+        return (
+            self._compiler.compile_regex(source)
+            if kind == "regex"
+            else self._compiler.compile_grammar(source)
+        )
+
+    @functools.cached_property
+    def _compiler(self) -> Any:
+        import xgrammar
+
+        info = xgrammar.TokenizerInfo(
+            list(self._vocabulary.pieces),
+            xgrammar.VocabType.RAW,
+            vocab_size=self._vocabulary.size,
+            stop_token_ids=[],
+        )
+        return xgrammar.GrammarCompiler(info, cache_enabled=False)

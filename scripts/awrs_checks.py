@@ -78,6 +78,7 @@ def main() -> None:
 
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from vllm import SamplingParams
+    from vllm.exceptions import VLLMValidationError
     from vllm.sampling_params import StructuredOutputsParams
     from vllm.v1.structured_output.backend_xgrammar import validate_xgrammar_grammar
 
@@ -98,7 +99,7 @@ def main() -> None:
         try:
             validate_xgrammar_grammar(SamplingParams(structured_outputs=StructuredOutputsParams(json=schema)))
             grammars.behind("json", schema, tokenizer.eos_token_id, [])
-        except (ValueError, RuntimeError):
+        except (VLLMValidationError, RuntimeError):
             continue
         seen[entry["category"]] += 1
         text = f"Give an example of JSON that obeys this schema:\n{json.dumps(entry['schema'])[:1500]}"

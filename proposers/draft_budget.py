@@ -22,7 +22,7 @@ from vllm_ext.proposers.tree import DraftTree
 
 MARGIN = 0.02  # what drafting must promise above none
 WARM_UP_STEPS = 5  # without drafts, so that there is a unit of time
-INCOME = 0.004  # savings for probes, in steps for each step
+INCOME = 0.002  # savings for probes, in steps for each step
 MOST_SAVINGS = 0.5
 FADE = 0.98  # of evidence, a step
 TRUST = 8.0  # trees' worth of it that a node is accepted FALL times as often as the one of the rank before
@@ -42,14 +42,20 @@ class Thrift:
         self._step = 0
         self._savings = MOST_SAVINGS
 
-    def choose(self, rate: Float64) -> int:
+    @property
+    def settled(self) -> bool:
+        """Whether there is a unit of time."""
+        return self._step > WARM_UP_STEPS
+
+    def choose(self, rate: Float64, rested: int = 0) -> int:
         """Once a step.
 
         Args:
             rate: float64 ``[num_ways]``, expected tokens per second of each; the first is to draft nothing.
+            rested: steps without drafts since the last call, in which this was not asked.
         """
         self._step += 1
-        self._savings = min(self._savings + INCOME, MOST_SAVINGS)
+        self._savings = min(self._savings + INCOME * (1 + rested), MOST_SAVINGS)
         if self._step <= WARM_UP_STEPS:
             return 0
         best = int(rate.argmax())
@@ -108,12 +114,18 @@ class DraftBudget:
         self._thrift = Thrift()
         self._state: dict[str, float] = {}
 
-    def plan(self, batch_size: int, context_tokens: int) -> int:
+    @property
+    def settled(self) -> bool:
+        """Whether steps may go by without a `plan`."""
+        return self._thrift.settled
+
+    def plan(self, batch_size: int, context_tokens: int, rested: int = 0) -> int:
         """How many nodes to draft for each request of the next step.
 
         Args:
             batch_size: requests that decode, at least 1.
             context_tokens: tokens in the KV cache, of all requests together.
+            rested: steps without drafts since the last call.
         """
         nodes = np.arange(self.ceiling + 1)
         tokens = batch_size * (1.0 + np.concatenate([[0.0], np.cumsum(self.acceptance())]))
@@ -121,7 +133,7 @@ class DraftBudget:
         draft = self._draft_seconds(nodes, batch_size, context_tokens)
         seconds = target + draft
         rate = tokens / seconds
-        best = self._thrift.choose(rate)
+        best = self._thrift.choose(rate, rested)
         self._state = {
             "step_seconds": float(seconds[best]),
             "nodes_per_request": float(best),

@@ -34,12 +34,18 @@ class ExitBudget:
         self._thrift = Thrift()
         self._state: dict[str, float] = {}
 
-    def plan(self, request_ids: Sequence[str], context_tokens: int) -> int:
+    @property
+    def settled(self) -> bool:
+        """Whether steps may go by without a `plan`."""
+        return self._thrift.settled
+
+    def plan(self, request_ids: Sequence[str], context_tokens: int, rested: int = 0) -> int:
         """Most tokens to draft for each request of the next step; how is then in ``exit`` and ``least_worth``.
 
         Args:
             request_ids: of those that decode, at least one.
             context_tokens: tokens in the KV cache, of all requests together.
+            rested: steps without drafts since the last call.
         """
         batch_size = len(request_ids)
         plain = float(self.cost.seconds(np.array([batch_size]), batch_size, context_tokens)[0])
@@ -47,7 +53,7 @@ class ExitBudget:
         seconds = np.concatenate([[plain], (draft + rest).ravel()])
         tokens = self.choice.tokens(request_ids)[:, 1:]
         rate = np.concatenate([[batch_size], tokens.ravel()]) / seconds
-        best = self._thrift.choose(rate)
+        best = self._thrift.choose(rate, rested)
         length = 0
         if best:
             self.exit, length = divmod(best - 1, self.choice.max_drafted)

@@ -42,7 +42,7 @@ MEASUREMENT_PRECISION = 0.15**-2  # of one step, relative
 MAX_QUERY_TOKENS = 8192  # beyond it the correction is that of the last bucket
 MAX_WEIGHT = 50.0  # a cell is the mean of about this many steps
 MEMORY_STEPS = 1000.0  # a cell not visited loses weight on this scale, down to one step's
-REFIT_STEPS = 4
+REFIT_STEPS = 12  # at most; fewer while little is known
 DOUBT = 0.2
 WARM_UP = 5
 MAX_SURPRISE = 1.2  # factor by which one measurement may differ from what is known
@@ -86,7 +86,7 @@ class StepCost:
         self._doubt: Float64 = np.full(len(BUCKET_ENDS), DOUBT)
         self.largest_query_tokens = 0  # of all measured steps
         self._unit = 1e-2
-        self._records = 0
+        self._records = self._since_fit = 0
         self._first: list[tuple[float, tuple[float, int, int, int]]] = []  # ratio to the prior, and the step
         self._recent: dict[int, list[float]] = {}  # the last times of each cell, in units
         self._residuals: list[float] = []  # the last of all, logarithms
@@ -117,7 +117,8 @@ class StepCost:
             return
         self._learn(seconds, query_tokens, batch_size, context_tokens)
         self._records += 1
-        if self._records % REFIT_STEPS == 0 or self._records < 4 * REFIT_STEPS:
+        self._since_fit += 1
+        if self._since_fit >= min(REFIT_STEPS, 1 + self._records // 16):
             self._refit()
 
     def _learn(self, seconds: float, query_tokens: int, batch_size: int, context_tokens: int) -> None:
@@ -224,7 +225,8 @@ class StepCost:
         self._weight[cell] = weight + count
 
     def _refit(self) -> None:
-        faded = 1.0 + (self._weight - 1.0) * math.exp(-REFIT_STEPS / MEMORY_STEPS)
+        faded = 1.0 + (self._weight - 1.0) * math.exp(-self._since_fit / MEMORY_STEPS)
+        self._since_fit = 0
         self._weight = np.where(self._weight > 1.0, faded, self._weight)
         seen = np.flatnonzero(self._weight)
         weight, features, units = self._weight[seen], self._mean[seen, :5], self._mean[seen, 5]

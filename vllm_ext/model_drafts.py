@@ -28,6 +28,7 @@ from vllm_ext.self_draft import SkippedLayers
 from vllm_ext.v1_trees import StepTrees
 
 MAX_PASS_ROWS = 8  # more rows a request than this in a draft model's pass are a prompt's
+REST = 7  # steps in which the budget is not asked again after it has said that nothing pays
 CALIBRATION_SECONDS = 8.0  # of all passes of early exits together
 # Times passes of several sizes for a cost: the cost, the pass, what it is called, and for how many seconds.
 Measure = Callable[[StepCost, Callable[[int], None], str, float | None], None]
@@ -72,6 +73,19 @@ class ModelDrafts:
                 self.budget = DraftBudget(options.num_speculative_tokens, first_rows, reuses)
         self.seconds = 0.0  # of drafting, since they were last taken
         self._watch = 0  # steps until all exits are asked again
+        self._left = self._resting = (
+            0  # steps until the budget is asked again; the batch size in which it said none
+        )
+
+    @property
+    def rests(self) -> bool:
+        """Whether `plan` has answered without asking the budget."""
+        return 0 <= self._left < REST and self._resting > 0
+
+    @property
+    def watches(self) -> bool:
+        """Whether all exits were asked in this step, drafts or not."""
+        return self.early_exit is not None and self.early_exit.watched
 
     @property
     def early_exit(self) -> EarlyExit | None:
@@ -113,18 +127,25 @@ class ModelDrafts:
             context_tokens: tokens in the KV cache, of them together.
             most: allowed by the scheduler.
         """
+        if self._left and len(request_ids) == self._resting:
+            self._left -= 1
+            return 0
+        rested = REST - self._left if self._resting else 0
         choice, nodes, least_worth = 0, most, 0.0
         if request_ids and isinstance(self.budget, ExitBudget):
-            nodes = self.budget.plan(request_ids, context_tokens)
+            nodes = self.budget.plan(request_ids, context_tokens, rested)
             choice, least_worth = self.budget.exit, self.budget.least_worth
         elif request_ids and isinstance(self.budget, DraftBudget):
-            nodes = self.budget.plan(len(request_ids), context_tokens)
+            nodes = self.budget.plan(len(request_ids), context_tokens, rested)
         elif request_ids and self._choice is not None:
             choice, _, rate = self._choice.best(request_ids, self._layers)
             more = float(self._layers[choice, 1] - self._layers[choice, 0])
             least_worth = self._choice.least_worth(request_ids, choice, rate, more)
         if self._config.parallel_config.world_size > 1:
             choice, nodes, least_worth = get_tp_group().broadcast_object((choice, nodes, least_worth), src=0)
+        # On all ranks alike: what each knows of the clock has no say.
+        rests = request_ids and nodes == 0 and self.budget is not None and self.budget.settled
+        self._left, self._resting = (REST, len(request_ids)) if rests else (0, 0)
         if self.early_exit is not None:
             self.early_exit.choice = choice
             if isinstance(self.proposer, DynamicExit):
@@ -194,6 +215,8 @@ class ModelDrafts:
 
     def record_step(self, seconds: float, rows: int, batch_size: int, context_tokens: int) -> None:
         """Learn from the clock of a step without prompt tokens; the draft's time is not in it."""
+        if self.rests and self._left % 4:
+            return  # plain steps, all alike
         behind = None if self.early_exit is None else self.early_exit.began_behind
         if self.budget is not None:
             self.budget.record_step(seconds, rows, batch_size, context_tokens, behind)

@@ -215,17 +215,26 @@ class SpeculativeRunner:
         self, trees: StepTrees, ours: Any, group: Any, metadata: Any, common: Any
     ) -> v1_attention.TreeMetadata:
         num_rows = np.diff(trees.row_start)
-        others = np.setdiff1d(np.arange(len(num_rows)), ours)
+        block_table, query_row, context, parents = (
+            metadata.block_table,
+            trees.query_row,
+            trees.context,
+            trees.parents,
+        )
         stock = rows = None
-        if len(others):
+        if len(ours) < len(num_rows):
+            others = np.setdiff1d(np.arange(len(num_rows)), ours)
             stock, rows = self._stock_metadata(others, group, metadata, common)
+            block_table = block_table[_to(ours, self.device)]
+            parents = np.concatenate([parents[trees.rows(i)] for i in ours])
+            num_rows, query_row, context = num_rows[ours], query_row[ours], context[ours]
         tree_rows = TreeRows(
-            block_table=metadata.block_table[_to(ours, self.device)],
-            first_row=_to(trees.query_row[ours], self.device),
-            num_rows=_to(num_rows[ours], self.device),
+            block_table=block_table,
+            first_row=_to(query_row, self.device),
+            num_rows=_to(num_rows, self.device),
             num_past=torch.zeros(len(ours), dtype=torch.int32, device=self.device),
-            context_len=_to(trees.context[ours], self.device),
-            parents=_to(np.concatenate([trees.parents[trees.rows(i)] for i in ours]), self.device),
+            context_len=_to(context, self.device),
+            parents=_to(parents, self.device),
         )
         return v1_attention.TreeMetadata(tree_rows, stock, rows)
 

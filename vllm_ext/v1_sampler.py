@@ -47,6 +47,8 @@ class TreeSampler(RejectionSampler):  # type: ignore[misc]  # vLLM is untyped to
         trees = self.runner.step_trees
         if trees is None:  # vLLM's warm-up calls with made-up drafts
             return super().forward(metadata, draft_probs, logits, sampling_metadata)
+        if trees.has_no_drafts:
+            return self._without_drafts(trees, logits, sampling_metadata)
         logprobs = None
         masks = self.runner.drafter.masks(self.runner, trees)
         if _is_plain_greedy(sampling_metadata):
@@ -74,6 +76,17 @@ class TreeSampler(RejectionSampler):  # type: ignore[misc]  # vLLM is untyped to
         for row, tokens in zip(padded, emitted, strict=True):
             row[: len(tokens)] = tokens
         return SamplerOutput(torch.from_numpy(padded).to(logits.device), logprobs)
+
+    def _without_drafts(
+        self, trees: StepTrees, logits: torch.Tensor, sampling_metadata: Any
+    ) -> SamplerOutput:
+        """One token for each request, by the stock sampler: such steps are plain's, and should cost what plain's do."""
+        trees.accepted = [[] for _ in trees.query_row]
+        choice = self.runner.greedy_choice
+        if choice is not None and _is_plain_greedy(sampling_metadata):
+            return SamplerOutput(torch.from_numpy(choice[:, None].astype(np.int32)).to(logits.device), None)
+        output: SamplerOutput = self.sampler(logits=logits, sampling_metadata=sampling_metadata)
+        return output
 
     def _verifier(self, trees: StepTrees) -> DrawnSampler:
         """The stock sampler, but for rows with children that were drawn."""

@@ -94,6 +94,11 @@ class StepTrees:
             decoding=np.flatnonzero(num_scheduled == num_rows).tolist(),
         )
 
+    @property
+    def has_no_drafts(self) -> bool:
+        """Whether each request has its root alone."""
+        return len(self.parents) == len(self.query_row)
+
     def rows(self, request: int) -> slice:
         """The rows of one request."""
         return slice(int(self.row_start[request]), int(self.row_start[request + 1]))

@@ -8,7 +8,6 @@ the model's own law under the constraint. Greedily it is the likeliest token tha
 
 from __future__ import annotations
 
-import importlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 
@@ -27,6 +26,7 @@ from vllm_ext.samplers.base import (
     RuleOptions,
     RuleParams,
     Vocabulary,
+    load_function,
     text_of,
 )
 from vllm_ext.samplers.grammar import Behind
@@ -79,13 +79,16 @@ class AwrsRule(Rule):
     @classmethod
     def from_options(cls, options: AwrsOptions, vocabulary: Vocabulary) -> AwrsRule:
         """See the base class; imports the checks."""
-        return cls({name: _load(name, where) for name, where in options.checks.items()}, vocabulary)
+        return cls(
+            {name: load_function(f"checks.{name}", where) for name, where in options.checks.items()},
+            vocabulary,
+        )
 
     @classmethod
     def check(cls, options: AwrsOptions, vocab_size: int, tokenizer_hash: Callable[[], str]) -> None:
         """See the base class; imports the checks."""
         for name, where in options.checks.items():
-            _load(name, where)
+            load_function(f"checks.{name}", where)
 
     @classmethod
     def problem(cls, options: AwrsOptions, params: AwrsParams, asked: Asked) -> str | None:
@@ -215,17 +218,3 @@ def _likeliest(
 def _softmax(logits: torch.Tensor, temperature: float) -> Float64:
     p: Float64 = (logits.double() / temperature).softmax(0).cpu().numpy()
     return p
-
-
-def _load(name: str, where: str) -> Check:
-    module, _, function = where.partition(":")
-    try:
-        found: Check = getattr(importlib.import_module(module), function)
-        if not callable(found):
-            raise TypeError("it is no function")
-    except Exception as error:  # importing runs whatever is there
-        raise ValueError(
-            f"checks.{name}={where!r} cannot be imported ({error}); name a function that this server's Python can "
-            "import, as package.module:function"
-        ) from None
-    return found

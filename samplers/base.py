@@ -10,6 +10,7 @@ it faster, never make a difference.
 
 from __future__ import annotations
 
+import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -172,6 +173,55 @@ class LearningRule(Rule):
 def text_of(vocabulary: Vocabulary, tokens: Sequence[int]) -> bytes:
     """The text of some tokens; a character that goes on behind them is there in part."""
     return b"".join([vocabulary.pieces[token] for token in tokens])
+
+
+def closed_set_problem(asked: Asked, what: str) -> str | None:
+    """Why a rule that says what an answer may be, and where it ends, cannot serve a request; None where it can."""
+    conflicts = {
+        "structured_outputs (response_format)": asked.structured,
+        "ignore_eos=True": asked.ignores_end,
+        f"min_tokens={asked.min_tokens}": asked.min_tokens > 0,
+        "allowed_token_ids or bad_words": asked.lists_tokens,
+    }
+    if given := [name for name, is_given in conflicts.items() if is_given]:
+        return (
+            f"{what} does not go with {' nor '.join(given)}: it says by itself what may come, and when to end. Leave "
+            "one of them out"
+        )
+    return None
+
+
+def load_function(field: str, where: str) -> Any:
+    """A function of the user's.
+
+    Args:
+        field: the option that names it.
+        where: ``package.module:function``.
+
+    Raises:
+        ValueError: it cannot be imported.
+    """
+    module, _, name = where.partition(":")
+    try:
+        found = getattr(importlib.import_module(module), name)
+        if not callable(found):
+            raise TypeError("it is no function")
+    except Exception as error:  # importing runs whatever is there
+        raise ValueError(
+            f"{field}={where!r} cannot be imported ({error}); name a function that this server's Python can import, as "
+            "package.module:function"
+        ) from None
+    return found
+
+
+def open_code(text: str) -> str | None:
+    """What stands in the last fence (```) of a text if that is open; all of a text without fences; else None."""
+    before, fence, code = text.rpartition("```")
+    if not fence:
+        return text
+    if before.count("```") % 2:
+        return None
+    return code.partition("\n")[2]  # behind the language's name
 
 
 def rows_by(rows: Sequence[Row], key: Callable[[Row], Any]) -> Mapping[Any, list[int]]:

@@ -10,6 +10,9 @@ from vllm_ext.samplers.base import Rule
 # In the order in which they change a row that several rules are for.
 RULES: dict[str, str] = {
     "trie": "vllm_ext.samplers.trie:TrieRule",
+    "extract": "vllm_ext.samplers.extract:ExtractRule",
+    "monitor": "vllm_ext.samplers.monitor:MonitorRule",
+    "rpg": "vllm_ext.samplers.rpg:RpgRule",
     # Those that sample from the model's own law come last.
     "asap": "vllm_ext.samplers.asap_rule:AsapRule",
     "awrs": "vllm_ext.samplers.awrs_rule:AwrsRule",

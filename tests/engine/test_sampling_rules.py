@@ -19,6 +19,7 @@ from safetensors import safe_open
 from typer.testing import CliRunner
 from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError
+from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.sample.logits_processor import AdapterLogitsProcessor
 
 pytestmark = pytest.mark.engine
@@ -92,6 +93,9 @@ def options(slice_dir: str, tmp_path_factory: pytest.TempPathFactory) -> dict[st
         "trie": {"files": files},
         "asap": {"state_dir": str(folder)},
         "awrs": {"checks": {"short_words": f"{__name__}:short_words"}},
+        "extract": {},
+        "monitor": {},
+        "rpg": {},
     }
     return {
         "additional_config": {"vllm_ext": {"rules": rules}},
@@ -294,3 +298,65 @@ def test_grammars_that_cannot_be_are_refused(
     with pytest.raises(VLLMValidationError, match=says):
         ask(trees, [params(GREEDY, trie="short"), params(sampling, **extra_args)])
     assert ask(trees, [params(GREEDY, trie="short")])[0].text in SHORT
+
+
+PASSAGE = (
+    "The harbour of Vardo was closed for the winter. Two boats lay upside down on the pier, and the cook, who had "
+    "nobody to cook for, painted the third one blue."
+)
+CODE = "class Boat:\n    def launch(self): ...\n\n    def load(self): ...\n\n\nboat = Boat()\n"
+
+
+def test_spans_identifiers_and_repetition(plain: Any, trees: Any) -> None:
+    """Three rules and free requests in one batch, two of the rules in one request."""
+    given = [params(sampling, extract=PASSAGE, extract_max_tokens=12) for sampling in SAMPLING[:5]]
+    given += [
+        params({**SEEDED, "seed": seed}, monitor="python", monitor_context=CODE + "boat.")
+        for seed in range(3)
+    ]
+    given += [params(GREEDY, rpg=3.0), params(GREEDY), params({**SEEDED, "seed": 5}, rpg=2.0, trie="short")]
+    actual = check_same(plain, trees, given)
+    for output in actual[:6]:  # the fourth of them has two answers
+        assert output.text.strip() in PASSAGE
+        assert 0 < len(output.token_ids) <= 13
+    for output in actual[6:9]:
+        assert re.match(r"(launch|load|__\w+__)(\W|$)", output.text), output.text
+    assert actual[-1].text in SHORT
+
+
+def test_code_that_repeats_itself_repeats_less(plain: Any, trees: Any) -> None:
+    """A grammar makes the model list numbers; the penalty makes it stop."""
+    forced = [params({"temperature": 0}, rpg=20.0), params({"temperature": 0})]
+    for request in forced:
+        request.structured_outputs = StructuredOutputsParams(regex=r"\[(1,)+\]")
+    expected, actual = ask(plain, forced), ask(trees, forced)
+    assert_same_outputs([o.token_ids for o in expected], [o.token_ids for o in actual])
+    assert actual[0].text.count("1") <= 4
+    assert len(actual[1].token_ids) > len(actual[0].token_ids)
+
+
+def test_the_likeliest_span_of_all(plain: Any, trees: Any) -> None:
+    """As likely as greedy decoding's at least, and what other options say of it is the same."""
+    from vllm_ext.extraction import likeliest_span
+
+    prompt = plain.get_tokenizer().apply_chat_template(
+        [{"role": "user", "content": f"{PASSAGE}\n\nWhat was closed?"}],
+        add_generation_prompt=True,
+        return_dict=False,
+    )
+    found = likeliest_span(plain, prompt, PASSAGE, max_tokens=6)
+    again = likeliest_span(trees, prompt, PASSAGE, max_tokens=6, width=3)
+    assert again.tokens == found.tokens
+    assert again.log_probability == pytest.approx(found.log_probability, abs=1e-3)
+    assert found.text.strip() in PASSAGE
+    given = SamplingParams(
+        temperature=0, max_tokens=7, logprobs=0, extra_args={"extract": PASSAGE, "extract_max_tokens": 6}
+    )
+    (greedy,) = plain.generate([{"prompt_token_ids": prompt}], given, use_tqdm=False)
+    assert greedy.outputs[0].cumulative_logprob <= found.log_probability + 1e-3
+    scored = SamplingParams(max_tokens=1, prompt_logprobs=0)
+    end = plain.get_tokenizer().eos_token_id
+    (output,) = plain.generate([{"prompt_token_ids": [*prompt, *found.tokens, end]}], scored, use_tqdm=False)
+    rows = output.prompt_logprobs[len(prompt) :]
+    total = sum(row[token].logprob for row, token in zip(rows, (*found.tokens, end), strict=True))
+    assert total == pytest.approx(found.log_probability, abs=1e-3)

@@ -16,27 +16,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from helpers import ASKED
 from pydantic import ValidationError
 
 from vllm_ext.samplers.asap import ExpectedFuture
 from vllm_ext.samplers.asap_rule import AsapOptions, AsapParams, AsapRule
 from vllm_ext.samplers.awrs_rule import AwrsOptions, AwrsParams, AwrsRule
-from vllm_ext.samplers.base import Asked, Row, text_of
+from vllm_ext.samplers.base import Row, text_of
 from vllm_ext.samplers.grammar import Grammars
 
 END, SPECIAL = 6, 0
 PATTERN = "0{3}|1[01]{2}"
-ASKED = Asked(
-    structured=False,
-    ignores_end=False,
-    min_tokens=0,
-    lists_tokens=False,
-    temperature=0.7,
-    seed=None,
-    truncates=False,
-    penalizes=False,
-    num_answers=1,
-)
 
 
 class Toy:

@@ -11,29 +11,19 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from helpers import ASKED
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_ext.kernels import trie, trie_ref
 from vllm_ext.kernels.trie import NO_TOKEN, Trie
 from vllm_ext.samplers import trie_file
-from vllm_ext.samplers.base import Asked, Row
+from vllm_ext.samplers.base import Row
 from vllm_ext.samplers.trie import TrieConstraint, TrieOptions, TrieParams, TrieRule
 from vllm_ext.samplers.trie_file import Header
 
 VOCAB, END = 70, 63  # the end's bit is its word's sign
 SEQUENCES = st.lists(st.lists(st.sampled_from([0, 1, 2, 31, 32, 69]), min_size=1, max_size=5), min_size=1)
-PLAIN = Asked(
-    structured=False,
-    ignores_end=False,
-    min_tokens=0,
-    lists_tokens=False,
-    temperature=1.0,
-    seed=None,
-    truncates=False,
-    penalizes=False,
-    num_answers=1,
-)
 HEADER = Header(
     created="now", tokenizer="toy", tokenizer_hash="abc", vocab_size=VOCAB, num_sequences=2, longest=3
 )
@@ -57,13 +47,13 @@ def test_rows_keep_what_the_set_allows(one: list[list[int]], two: list[list[int]
     for name, sequences in (("one", one), ("two", two)):
         reference = trie_ref.build(sequences)
         for prefix in prefixes_of(sequences):
-            rows.append(Row([5], prefix, END, TrieParams(trie=name), PLAIN))
+            rows.append(Row([5], prefix, END, TrieParams(trie=name), ASKED))
             expected.append(trie_ref.allowed(reference, prefix, END))
     before = torch.randn(len(rows) + 2, VOCAB)
     # Behind the end anything goes; behind what never was allowed, only the end.
     rows += [
-        Row([5], [*one[0], END, 7], END, TrieParams(trie="one"), PLAIN),
-        Row([5], [50], END, TrieParams(trie="two"), PLAIN),
+        Row([5], [*one[0], END, 7], END, TrieParams(trie="one"), ASKED),
+        Row([5], [50], END, TrieParams(trie="two"), ASKED),
     ]
     expected += [set(range(VOCAB)), {END}]
     after = before.clone()
@@ -151,15 +141,15 @@ def test_files_that_cannot_be_used_are_refused(tmp_path: Path) -> None:
         (
             "toy",
             {"ignores_end": True, "min_tokens": 3},
-            "not go with ignore_eos=True nor min_tokens=3: the set says",
+            "not go with ignore_eos=True nor min_tokens=3: it says",
         ),
         ("toy", {"lists_tokens": True}, "allowed_token_ids or bad_words"),
     ],
 )
 def test_requests_that_contradict_themselves(name: str, changes: dict[str, Any], says: str) -> None:
     options = TrieOptions(files={"toy": "a", "more": "b"})
-    asked = replace(PLAIN, **changes)
+    asked = replace(ASKED, **changes)
     problem = TrieRule.problem(options, TrieParams(trie=name), asked)
     assert problem is not None
     assert says in problem
-    assert TrieRule.problem(options, TrieParams(trie="toy"), PLAIN) is None
+    assert TrieRule.problem(options, TrieParams(trie="toy"), ASKED) is None

@@ -1,0 +1,204 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Identifiers that exist: behind a dot, what a static analysis of the code so far says may come.
+
+A monitor is a function from code that ends with a dot to names. Until one of them is written out the next token must go
+on with it, or end it with a character that can be in no name; a monitor that knows no name forbids nothing.
+
+Source: "Monitor-Guided Decoding of Code LMs with Static Analysis of Repository Context", arXiv 2306.10763, its monitor
+for dereferences.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import logging
+import re
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+import torch
+from pydantic import Field
+
+from vllm_ext.kernels.sparse import Int32
+from vllm_ext.samplers.base import (
+    Asked,
+    Row,
+    Rule,
+    RuleOptions,
+    RuleParams,
+    Vocabulary,
+    load_function,
+    open_code,
+    text_of,
+)
+
+logger = logging.getLogger("vllm.vllm_ext")
+
+Monitor = Callable[[str], Sequence[str]]
+PYTHON = "vllm_ext.samplers.python_monitor:attributes"
+SITES = 4096  # dots whose names are kept
+TAIL = 64  # tokens in which an identifier that was begun has its dot
+SITE = re.compile(r"(?<=[\w)\]}\"'])\.(\w*)\Z")
+HEAD = re.compile(r"\w*")
+
+
+class MonitorOptions(RuleOptions):
+    """Of the server."""
+
+    monitors: dict[str, str] = Field(
+        default_factory=dict,
+        description="monitors that requests can name besides 'python', and the Python function of each, as "
+        "package.module:function; it is given code that ends with a dot, and returns the names that may follow",
+    )
+
+
+class MonitorParams(RuleParams):
+    """Of a request."""
+
+    monitor: str = Field(description="name of the monitor; 'python' completes attributes, by jedi")
+    monitor_context: str | None = Field(
+        default=None, description="code that stands before the output; none: what the prompt has"
+    )
+
+
+class MonitorRule(Rule):
+    """Names that a monitor knows."""
+
+    summary = "identifiers behind a dot exist, by a static analysis of the code so far (Python by jedi, or your own)"
+    paper = "arXiv 2306.10763"
+    Options = MonitorOptions
+    Params = MonitorParams
+
+    def __init__(self, monitors: Mapping[str, Monitor], vocabulary: Vocabulary) -> None:
+        self._vocabulary = vocabulary
+        self._monitors = monitors
+        self._names = functools.lru_cache(SITES)(self._ask)
+        self._ids = functools.lru_cache(SITES)(self._tokens)
+        self._failed: set[str] = set()
+
+    @classmethod
+    def from_options(cls, options: MonitorOptions, vocabulary: Vocabulary) -> MonitorRule:
+        """See the base class; imports the monitors."""
+        return cls(
+            {name: load_function(f"monitors.{name}", where) for name, where in _all(options).items()},
+            vocabulary,
+        )
+
+    @classmethod
+    def check(cls, options: MonitorOptions, vocab_size: int, tokenizer_hash: Callable[[], str]) -> None:
+        """See the base class; imports the monitors."""
+        for name, where in _all(options).items():
+            load_function(f"monitors.{name}", where)
+        if "python" not in options.monitors:
+            try:
+                importlib.import_module("jedi")
+            except ImportError as error:
+                raise ValueError(
+                    f"monitors: the monitor 'python' needs jedi ({error}): pip install 'vllm-ext[monitor]'; or name "
+                    "one of your own 'python'"
+                ) from None
+
+    @classmethod
+    def problem(cls, options: MonitorOptions, params: MonitorParams, asked: Asked) -> str | None:
+        """See the base class."""
+        if params.monitor not in _all(options):
+            known = ", ".join(map(repr, _all(options)))
+            return f"monitor={params.monitor!r} is not allowed; allowed: {known}"
+        if asked.structured:
+            return "monitor does not go with structured_outputs (response_format): leave one of them out"
+        return None
+
+    def warm_up(self) -> None:
+        """See the base class."""
+        _ = self._by_text
+
+    def apply(self, logits: torch.Tensor, rows: Sequence[Row]) -> None:
+        """See the base class."""
+        for place, row in enumerate(rows):
+            ids = self._allowed(row)
+            if ids is not None:
+                index = torch.from_numpy(ids).long().to(logits.device)
+                allowed = logits[place, index]
+                logits[place] = -torch.inf
+                logits[place, index] = allowed
+
+    def _allowed(self, row: Row) -> Int32 | None:
+        """What may follow; None where anything may."""
+        # Looked at first: most rows stand behind no dot, and all text need not be put together for them.
+        tail = self._text(row.output[-TAIL:])
+        if len(row.output) < TAIL:
+            context = row.params.monitor_context
+            tail = (self._text(row.prompt[-TAIL:]) if context is None else context[-TAIL:]) + tail
+        if row.end in row.output or not SITE.search(tail):
+            return None
+        code = self._code(row)
+        site = SITE.search(code) if code else None
+        if code is None or site is None:
+            return None
+        names = self._names(row.params.monitor, code[: site.start(1)])
+        ids = self._ids(names, site[1])
+        if ids is None:
+            return None
+        return np.append(ids, np.int32(row.end)) if site[1] in names else ids
+
+    def _code(self, row: Row) -> str | None:
+        """The code that a row stands behind; None in prose. A fence in the output begins anew, behind the context."""
+        output, before = self._text(row.output), row.params.monitor_context
+        code = open_code(output)
+        if code is None:
+            return None
+        if before is None:
+            before = "" if "```" in output else open_code(self._text(row.prompt)) or ""
+        return f"{before}{code}"
+
+    def _text(self, tokens: Sequence[int]) -> str:
+        return text_of(self._vocabulary, tokens).decode(errors="replace")
+
+    def _ask(self, monitor: str, code: str) -> frozenset[str]:
+        """Names behind the dot that some code ends with."""
+        try:
+            return frozenset(name for name in self._monitors[monitor](code) if name)
+        except Exception as error:  # whatever an analysis trips over: it must not end the request
+            if (cause := type(error).__name__) not in self._failed:
+                self._failed.add(cause)
+                logger.warning(
+                    "vllm-ext: monitor %r failed, and restricts nothing there: %r. The same kind of error is not "
+                    "logged again.",
+                    monitor,
+                    error,
+                )
+            return frozenset()
+
+    def _tokens(self, names: frozenset[str], typed: str) -> Int32 | None:
+        """Tokens that go on with a name of which some is there; None where there is no such name."""
+        left = {name[len(typed) :] for name in names if name.startswith(typed)}
+        if not left:
+            return None
+        begun, ended = self._by_text
+        beginnings = {rest[:length] for rest in left for length in range(1, len(rest) + 1)}
+        ids = [begun[text] for text in beginnings if text in begun]
+        ids += [ended[rest] for rest in left if rest in ended]
+        found: Int32 = np.sort(np.concatenate(ids)) if ids else np.empty(0, dtype=np.int32)
+        # A name whose characters no token has: nothing can be said.
+        return found if len(found) else None
+
+    @functools.cached_property
+    def _by_text(self) -> tuple[dict[str, Int32], dict[str, Int32]]:
+        """Tokens that are part of a name, by their text; others, by what of it stands before a name's end."""
+        begun: dict[str, list[int]] = {}
+        ended: dict[str, list[int]] = {}
+        for token, piece in enumerate(self._vocabulary.pieces):
+            # What is no whole character can only begin behind a name; what has no text comes nowhere.
+            text = piece.decode(errors="replace")
+            head = HEAD.match(text)[0]  # type: ignore[index]  # it matches everything
+            if text:
+                (begun if head == text else ended).setdefault(head, []).append(token)
+        as_arrays = [
+            {text: np.array(ids, dtype=np.int32) for text, ids in which.items()} for which in (begun, ended)
+        ]
+        return as_arrays[0], as_arrays[1]
+
+
+def _all(options: MonitorOptions) -> dict[str, str]:
+    return {"python": PYTHON, **options.monitors}

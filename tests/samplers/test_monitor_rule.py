@@ -1,0 +1,206 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rule monitor: its masks beside the rule of the paper, where it acts, and what jedi says of real code."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from helpers import ASKED
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vllm_ext.samplers import monitor
+from vllm_ext.samplers.base import Row
+from vllm_ext.samplers.monitor import MonitorOptions, MonitorParams, MonitorRule
+from vllm_ext.samplers.python_monitor import attributes
+
+END = 0
+PARTS = ("a", "b", "ab", "aba", "(", "a(", "ab.b", "b a", " ", "é", "n", "name", "na", "me", "name(")
+
+
+class Pieces:
+    """Then each byte as a token, so that a test may write any output."""
+
+    pieces = (
+        b"",
+        b"",
+        b"\xff",
+        *(part.encode() for part in PARTS),
+        *(bytes([value]) for value in range(128)),
+    )
+    size = len(pieces)
+
+    def encode(self, text: str) -> list[int]:
+        return [3 + len(PARTS) + value for value in text.encode()]
+
+
+PIECES = Pieces()
+
+
+def row(text: str, prompt: str = "", **params: Any) -> Row:
+    params = {"monitor": "names", **params}
+    return Row(PIECES.encode(prompt), PIECES.encode(text), END, MonitorParams(**params), ASKED)
+
+
+def rule_of(names: Sequence[str]) -> tuple[MonitorRule, list[str]]:
+    asked: list[str] = []
+
+    def known(code: str) -> Sequence[str]:
+        asked.append(code)
+        return names
+
+    return MonitorRule({"names": known}, PIECES), asked
+
+
+def allowed(rule: MonitorRule, where: Row) -> set[int] | None:
+    """Token ids; None where all are."""
+    before = torch.randn(1, PIECES.size)
+    after = before.clone()
+    rule.apply(after, [where])
+    finite = torch.isfinite(after[0])
+    assert torch.equal(after[0][finite], before[0][finite])
+    return None if finite.all() else set(finite.nonzero().flatten().tolist())
+
+
+def by_the_paper(names: Sequence[str], typed: str) -> set[int] | None:
+    """Step 3 of the algorithm, token by token."""
+    left = {name[len(typed) :] for name in names if name.startswith(typed)}
+    if not left:
+        return None
+    found = {END} if "" in left else set()
+    for token, piece in enumerate(PIECES.pieces):
+        text = piece.decode(errors="replace")
+        for rest in left:
+            if text and (rest.startswith(text) or re.match(rf"{rest}\W", text)):
+                found.add(token)
+    return found
+
+
+@given(
+    st.sets(st.text(alphabet="abn", min_size=1, max_size=5), max_size=5),
+    st.text(alphabet="abn", max_size=3),
+)
+@settings(deadline=None, max_examples=80)
+def test_masks_are_those_of_the_paper(names: set[str], typed: str) -> None:
+    rule, asked = rule_of(sorted(names))
+    assert allowed(rule, row(f"x.{typed}")) == by_the_paper(sorted(names), typed)
+    assert asked == ["x."]
+
+
+def test_names_may_end_with_what_no_name_has() -> None:
+    rule, asked = rule_of(["name", "named"])
+    pieces = PIECES.pieces
+    begun = allowed(rule, row("f(x).na"))
+    assert begun is not None
+    assert {pieces[token] for token in begun} == {b"me", b"m"}
+    whole = allowed(rule, row("f(x).name"))
+    assert whole is not None
+    assert {END, pieces.index(b"("), pieces.index(b" "), pieces.index(b"d"), 2} <= whole
+    assert not whole & {pieces.index(b"a"), pieces.index(b"name"), 1}
+    first = allowed(rule, row("f(x)."))
+    assert first is not None
+    assert pieces.index(b"name(") in first
+    assert END not in first
+    assert asked == ["f(x)."]  # once a site
+
+
+@pytest.mark.parametrize(
+    "text", ["", "x", "x.y(", "x. ", "...", ". ", "x.name ", "(.", "```python\nx.y\n```\nSee x.", "x.z"]
+)
+def test_nothing_else_is_touched(text: str) -> None:
+    rule, _ = rule_of(["y", "name"])
+    assert allowed(rule, row(text)) is None
+    ended = row("x.")
+    ended.output.append(END)  # type: ignore[attr-defined]  # a list
+    assert allowed(rule, ended) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "given", "code"),
+    [
+        ("x.", {"prompt": "import x\n"}, "import x\nx."),
+        ("x.", {"prompt": "a", "monitor_context": "b = 1\n"}, "b = 1\nx."),
+        ("Sure:\n```python\nx.", {"prompt": "import y\n"}, "x."),
+        ("Sure:\n```\nx.", {"monitor_context": "b = 1\n"}, "b = 1\nx."),
+        ("```py\n1\n```\nand\n```py\nx.", {}, "x."),
+        ("x.", {"prompt": "Go on:\n```python\nimport x\n"}, "import x\nx."),
+        ("x.", {"prompt": "```python\nimport x\n```\n"}, "x."),
+        ("", {"prompt": "import x\nx."}, "import x\nx."),
+        ("n", {"prompt": "x", "monitor_context": "b = 1\nb."}, "b = 1\nb."),
+    ],
+)
+def test_what_is_the_code(text: str, given: dict[str, Any], code: str) -> None:
+    rule, asked = rule_of(["name"])
+    assert allowed(rule, row(text, **given)) is not None
+    assert asked == [code]
+
+
+def test_rows_of_several_requests() -> None:
+    rule = MonitorRule({"names": lambda code: ["ab"], "others": lambda code: ["name"]}, PIECES)
+    logits = torch.zeros(3, PIECES.size)
+    rule.apply(logits, [row("x."), row("x.", monitor="others"), row("x")])
+    found = [{PIECES.pieces[i] for i in torch.isfinite(one).nonzero().flatten().tolist()} for one in logits]
+    assert found[0] == {b"a", b"ab", b"ab.b"}
+    assert found[1] == {b"n", b"na", b"name", b"name("}
+    assert len(found[2]) == len(set(PIECES.pieces))
+
+
+def test_a_monitor_that_fails_forbids_nothing_and_is_logged_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    rule = MonitorRule({"names": lambda code: [code[999]]}, PIECES)
+    logged: list[str] = []
+    monkeypatch.setattr(monitor.logger, "warning", lambda text, *given: logged.append(text % given))
+    assert allowed(rule, row("x.")) is None
+    assert allowed(rule, row("y.")) is None
+    (line,) = logged
+    assert "monitor 'names' failed" in line
+    assert "IndexError" in line
+
+
+def test_pythons_attributes() -> None:
+    assert {"sqrt", "pi"} <= set(attributes("import math\nmath."))
+    assert "foo" not in attributes("import math\nmath.")
+    own = (
+        "class A:\n    def __init__(self):\n        self.alpha = 1\n\n    def beta(self): ...\n\na = A()\na."
+    )
+    assert {"alpha", "beta", "__init__"} <= set(attributes(own))
+    assert "gamma" not in attributes(own)
+    for nothing in ('x = "a.', "# see math.", "x = 1  # math.", "1.", "unknown.", "class (:\nx."):
+        assert not attributes(nothing), nothing
+
+
+def test_the_python_monitor_holds_a_row_to_what_exists() -> None:
+    rule = MonitorRule.from_options(MonitorOptions(), PIECES)
+    code = "class A:\n    def name(self): ...\n\n    def nap(self): ...\n\n\nA()."
+    found = allowed(rule, row(code, monitor="python"))
+    assert found is not None
+    assert {PIECES.pieces[token] for token in found} == {b"n", b"na", b"name", b"name(", b"_"}
+
+
+@pytest.mark.parametrize("where", ["nowhere:check", f"{__name__}:nothing", f"{__name__}:END", "json"])
+def test_monitors_that_cannot_be_imported_are_refused(where: str) -> None:
+    with pytest.raises(ValueError, match=r"monitors\.mine=.* cannot be imported .*name a function"):
+        MonitorRule.check(MonitorOptions(monitors={"mine": where}), 8, lambda: "")
+    MonitorRule.check(MonitorOptions(), 8, lambda: "")
+
+
+def test_without_jedi_start_up_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "jedi", None)
+    with pytest.raises(ValueError, match=r"needs jedi .*pip install 'vllm-ext\[monitor\]'"):
+        MonitorRule.check(MonitorOptions(), 8, lambda: "")
+    MonitorRule.check(MonitorOptions(monitors={"python": f"{__name__}:rule_of"}), 8, lambda: "")
+
+
+def test_requests_that_are_refused() -> None:
+    options = MonitorOptions(monitors={"mine": "x:y"})
+    unknown = MonitorRule.problem(options, MonitorParams(monitor="java"), ASKED)
+    assert unknown == "monitor='java' is not allowed; allowed: 'python', 'mine'"
+    structured = replace(ASKED, structured=True)
+    assert "structured_outputs" in str(
+        MonitorRule.problem(options, MonitorParams(monitor="mine"), structured)
+    )
+    assert MonitorRule.problem(options, MonitorParams(monitor="mine"), ASKED) is None

@@ -40,7 +40,7 @@ class AwrsOptions(RuleOptions):
     """Of the server."""
 
     checks: dict[str, str] = Field(
-        default_factory=dict,
+        default={},
         description="checks that requests can name, and the Python function of each, as package.module:function; it "
         "is given the text so far and whether it ends there, and says whether that can still become an answer",
     )

@@ -47,7 +47,7 @@ class MonitorOptions(RuleOptions):
     """Of the server."""
 
     monitors: dict[str, str] = Field(
-        default_factory=dict,
+        default={},
         description="monitors that requests can name besides 'python', and the Python function of each, as "
         "package.module:function; it is given code that ends with a dot, and returns the names that may follow",
     )

@@ -90,6 +90,8 @@ class Rule(ABC):
     # What `vllm-ext rules` prints.
     summary: ClassVar[str]
     paper: ClassVar[str]
+    # Whether it leaves only some tokens: two such rules might leave none.
+    closed: ClassVar[bool] = False
     Options: ClassVar[type[RuleOptions]] = RuleOptions
     Params: ClassVar[type[RuleParams]]
 
@@ -131,6 +133,28 @@ class Rule(ABC):
     def constraint(self, row: Row) -> Constraint | None:
         """What may be drafted behind a row; None where any token may."""
         return None
+
+
+def contradiction(what: str, who: str, asked: Asked) -> str | None:
+    """Why a request cannot be under a rule that says by itself what may come, and when to end; see `Rule.problem`.
+
+    Args:
+        what: the parameter that asks for the rule.
+        who: what it is that says so.
+        asked: what else the request asks for.
+    """
+    conflicts = {
+        "structured_outputs (response_format)": asked.structured,
+        "ignore_eos=True": asked.ignores_end,
+        f"min_tokens={asked.min_tokens}": asked.min_tokens > 0,
+        "allowed_token_ids or bad_words": asked.lists_tokens,
+    }
+    if given := [conflict for conflict, is_given in conflicts.items() if is_given]:
+        return (
+            f"{what} does not go with {' nor '.join(given)}: {who} says by itself what may come, and when to end. "
+            "Leave one of them out"
+        )
+    return None
 
 
 def text_of(vocabulary: Vocabulary, tokens: Sequence[int]) -> bytes:

@@ -10,6 +10,7 @@ from vllm_ext.samplers.base import Rule
 # In the order in which they change a row that several rules are for.
 RULES: dict[str, str] = {
     "trie": "vllm_ext.samplers.trie:TrieRule",
+    "extract": "vllm_ext.samplers.extract:ExtractRule",
 }
 
 

@@ -22,7 +22,16 @@ from vllm_ext.kernels import trie as kernel
 from vllm_ext.kernels.token_mask import mask_rows
 from vllm_ext.kernels.trie import DEAD, Int32, Trie
 from vllm_ext.samplers import trie_file
-from vllm_ext.samplers.base import Asked, Row, Rule, RuleOptions, RuleParams, Vocabulary, rows_by
+from vllm_ext.samplers.base import (
+    Asked,
+    Row,
+    Rule,
+    RuleOptions,
+    RuleParams,
+    Vocabulary,
+    contradiction,
+    rows_by,
+)
 
 
 class TrieOptions(RuleOptions):
@@ -51,6 +60,7 @@ class TrieRule(Rule):
 
     summary = "the answer is one of a set of sequences, of thousands or millions"
     paper = "arXiv 2602.22647"
+    closed = True
     Options = TrieOptions
     Params = TrieParams
 
@@ -76,18 +86,7 @@ class TrieRule(Rule):
         if params.trie not in options.files:
             known = ", ".join(map(repr, options.files))
             return f"trie={params.trie!r} is not allowed; allowed: {known}"
-        conflicts = {
-            "structured_outputs (response_format)": asked.structured,
-            "ignore_eos=True": asked.ignores_end,
-            f"min_tokens={asked.min_tokens}": asked.min_tokens > 0,
-            "allowed_token_ids or bad_words": asked.lists_tokens,
-        }
-        if given := [what for what, is_given in conflicts.items() if is_given]:
-            return (
-                f"trie={params.trie!r} does not go with {' nor '.join(given)}: the set says by itself what may come, "
-                "and when to end. Leave one of them out"
-            )
-        return None
+        return contradiction(f"trie={params.trie!r}", "the set", asked)
 
     def warm_up(self) -> None:
         """See the base class."""

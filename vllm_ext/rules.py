@@ -82,7 +82,13 @@ class RuleSettings:
             ValueError: also for a rule that this server does not have, or that contradicts what else is asked for.
         """
         asked = asked_of(params)
-        for name, parsed in self.of_request(params):
+        asking = self.of_request(params)
+        if len(closed := [name for name, _ in asking if load_rule(name).closed]) > 1:
+            raise ValueError(
+                f"vllm_xargs: {' and '.join(closed)} do not go together: each says by itself what may come. Leave one "
+                "of them out."
+            )
+        for name, parsed in asking:
             if name not in self.options:
                 raise ValueError(
                     f"vllm_xargs {', '.join(parsed.model_fields_set)}: this server has no rule {name!r}; start it with "

@@ -11,6 +11,7 @@ from vllm_ext.samplers.base import Rule
 RULES: dict[str, str] = {
     "trie": "vllm_ext.samplers.trie:TrieRule",
     "extract": "vllm_ext.samplers.extract:ExtractRule",
+    "rpg": "vllm_ext.samplers.rpg:RpgRule",
 }
 
 

@@ -97,6 +97,8 @@ class Rule(ABC):
     # What `vllm-ext rules` prints.
     summary: ClassVar[str]
     paper: ClassVar[str]
+    # Whether it leaves only some tokens: two such rules might leave none.
+    closed: ClassVar[bool] = False
     Options: ClassVar[type[RuleOptions]] = RuleOptions
     Params: ClassVar[type[RuleParams]]
     # Whether a request can be under no other rule besides.
@@ -170,25 +172,31 @@ class LearningRule(Rule):
         """
 
 
-def text_of(vocabulary: Vocabulary, tokens: Sequence[int]) -> bytes:
-    """The text of some tokens; a character that goes on behind them is there in part."""
-    return b"".join([vocabulary.pieces[token] for token in tokens])
+def contradiction(what: str, who: str, asked: Asked) -> str | None:
+    """Why a request cannot be under a rule that says by itself what may come, and when to end; see `Rule.problem`.
 
-
-def closed_set_problem(asked: Asked, what: str) -> str | None:
-    """Why a rule that says what an answer may be, and where it ends, cannot serve a request; None where it can."""
+    Args:
+        what: the parameter that asks for the rule.
+        who: what it is that says so.
+        asked: what else the request asks for.
+    """
     conflicts = {
         "structured_outputs (response_format)": asked.structured,
         "ignore_eos=True": asked.ignores_end,
         f"min_tokens={asked.min_tokens}": asked.min_tokens > 0,
         "allowed_token_ids or bad_words": asked.lists_tokens,
     }
-    if given := [name for name, is_given in conflicts.items() if is_given]:
+    if given := [conflict for conflict, is_given in conflicts.items() if is_given]:
         return (
-            f"{what} does not go with {' nor '.join(given)}: it says by itself what may come, and when to end. Leave "
-            "one of them out"
+            f"{what} does not go with {' nor '.join(given)}: {who} says by itself what may come, and when to end. "
+            "Leave one of them out"
         )
     return None
+
+
+def text_of(vocabulary: Vocabulary, tokens: Sequence[int]) -> bytes:
+    """The text of some tokens; a character that goes on behind them is there in part."""
+    return b"".join([vocabulary.pieces[token] for token in tokens])
 
 
 def load_function(field: str, where: str) -> Any:
@@ -212,16 +220,6 @@ def load_function(field: str, where: str) -> Any:
             "package.module:function"
         ) from None
     return found
-
-
-def open_code(text: str) -> str | None:
-    """What stands in the last fence (```) of a text if that is open; all of a text without fences; else None."""
-    before, fence, code = text.rpartition("```")
-    if not fence:
-        return text
-    if before.count("```") % 2:
-        return None
-    return code.partition("\n")[2]  # behind the language's name
 
 
 def rows_by(rows: Sequence[Row], key: Callable[[Row], Any]) -> Mapping[Any, list[int]]:

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The likeliest span of a passage: of all of them, where decoding token by token may miss it.
+"""The most probable span of a passage, over all of them: exact, where greedy decoding under a mask and beams are not.
 
-A span's score is its tokens' probability and then the end token's. What a prefix has is a bound for all that goes on
-from it, so the search asks for the likeliest prefixes first, several at a time, and ends when a whole span is at least
-as likely as every prefix left. The result is that of asking for all of them.
+`best_span` reads it off two matrices, as the paper does. `Search` finds it without most of their cells: a beginning's
+probability bounds that of every span that goes on from it, so that the most promising beginnings are opened first,
+until the best whole span is as probable as any that is still open. Spans that are spelled alike are one.
 
-Source: "How Optimal is Greedy Decoding for Extractive Question Answering?", arXiv 2108.05857, algorithm of section 3,
-which computes every suffix to its end. Deviation: the order, which leaves most of that out; no division by length.
+Source: "How Optimal is Greedy Decoding for Extractive Question Answering?", arXiv 2108.05857 (Exact-extract). There all
+suffixes of the passage are read in one batch; the search is ours.
 """
 
 from __future__ import annotations
@@ -17,49 +17,128 @@ from typing import NamedTuple
 
 import numpy as np
 
-from vllm_ext.kernels.sparse import Float64, Int32
-from vllm_ext.samplers.extract import Passage
-
-# Of prefixes, each with ids [num], float64 [num]: logarithms of the probabilities of these tokens behind it.
-Score = Callable[[Sequence[tuple[int, ...]], Sequence[Int32]], Sequence[Float64]]
+from vllm_ext.kernels.sparse import Float64
+from vllm_ext.kernels.trie import Int32
+from vllm_ext.samplers.passage import Passage
 
 
 class Span(NamedTuple):
-    """What was found."""
+    """A span by its place."""
 
-    tokens: tuple[int, ...]  # without the end token
-    log_probability: float  # the end token's included
-    rows: int  # prefixes that were asked about
+    start: int
+    length: int
+    score: float
 
 
-def likeliest(passage: Passage, end: int, max_tokens: int, score: Score, width: int = 16) -> Span:
-    """The span with the largest probability; of equal ones the first that was found.
+def best_span(losses: Float64, ends: Float64, normalize: bool = False) -> Span:
+    """The span of least score; of several the first, and of those the shortest.
 
     Args:
-        passage: at least one token.
-        end: the token that ends an answer.
-        max_tokens: most of a span, at least 1.
-        score: what the model says.
-        width: prefixes to ask about at a time.
+        losses: float64 ``[num_tokens, longest]``: at ``[i, j]`` minus the log-probability of token ``i + j`` of the
+            passage behind the tokens from ``i`` to it, infinite behind the passage's end. Rows may come in parts.
+        ends: likewise, of the end behind the tokens from ``i`` up to and with ``i + j``.
+        normalize: divide each score by the number of tokens, the end among them.
     """
-    best = Span((), -np.inf, 0)
-    rows = 0
-    open_prefixes: list[tuple[float, tuple[int, ...]]] = [(0.0, ())]  # minus the log-probability first
-    while open_prefixes and -open_prefixes[0][0] > best.log_probability:
-        asked = [heapq.heappop(open_prefixes) for _ in range(min(width, len(open_prefixes)))]
-        prefixes = [prefix for _, prefix in asked]
-        ids = [_next(passage, prefix, end, max_tokens) for prefix in prefixes]
-        rows += len(asked)
-        for (cost, prefix), its, values in zip(asked, ids, score(prefixes, ids), strict=True):
-            for token, value in zip(its.tolist(), (np.asarray(values) - cost).tolist(), strict=True):
-                if token == end and prefix:
-                    if value > best.log_probability:
-                        best = Span(prefix, value, rows)
-                elif value > best.log_probability:
-                    heapq.heappush(open_prefixes, (-value, (*prefix, token)))
-    return best._replace(rows=rows)
+    longest = losses.shape[1]
+    scores = np.cumsum(losses, axis=1) + ends
+    if normalize:
+        scores /= np.arange(longest) + 2
+    start, last = divmod(int(scores.argmin()), longest)
+    return Span(start, last + 1, float(scores[start, last]))
 
 
-def _next(passage: Passage, prefix: tuple[int, ...], end: int, max_tokens: int) -> Int32:
-    found = passage.following(prefix) if len(prefix) < max_tokens else np.empty(0, dtype=np.int32)
-    return np.append(found[found != end], np.int32(end)) if prefix else found
+class Question(NamedTuple):
+    """Which log-probabilities behind a beginning are wanted."""
+
+    tokens: tuple[int, ...]  # the beginning
+    wanted: Int32  # ids; the end's last, where the beginning is a span
+
+
+class Found(NamedTuple):
+    """A whole span, by its tokens."""
+
+    tokens: tuple[int, ...]
+    logprob: float  # of all of them and the end
+    score: float  # the same, or divided by their number
+
+
+class _Open(NamedTuple):
+    """A beginning. Those of least loss are opened first, and of equal ones the longest, which are nearer to an end."""
+
+    loss: float  # minus the most that a span that begins so may score
+    left: int  # tokens that may come
+    tokens: tuple[int, ...]
+    logprob: float
+
+
+class Search:
+    """A search that is told what it asks for: several of them can go on side by side."""
+
+    def __init__(
+        self, passage: Passage, end: int, max_tokens: int, normalize: bool = False, width: int = 8
+    ) -> None:
+        """
+        Args:
+            passage: whose spans.
+            end: the token that ends an answer.
+            max_tokens: of the longest span.
+            normalize: divide each log-probability by the number of tokens, the end among them.
+            width: beginnings asked about at a time. More cost more rows, and fewer rounds.
+        """
+        self._passage, self._end, self._normalize, self._width = passage, end, normalize, width
+        left = min(max_tokens, passage.room(None))
+        self._open = [_Open(0.0, left, (), 0.0)] if left else []
+        self._asked: list[_Open] = []
+        self.found: Found | None = None  # the best so far
+
+    def ask(self) -> list[Question]:
+        """What to look up next; nothing where the search is done."""
+        self._asked = []
+        while self._open and len(self._asked) < self._width:
+            least = heapq.heappop(self._open)
+            if self.found is not None and -least.loss <= self.found.score:
+                self._open.clear()
+                break
+            self._asked.append(least)
+        return [Question(begun.tokens, self._wanted(begun)) for begun in self._asked]
+
+    def _wanted(self, begun: _Open) -> Int32:
+        places = self._passage.behind(begun.tokens)
+        tokens = self._passage.next_tokens(places, begun.left)
+        return np.append(tokens, np.int32(self._end)) if self._passage.may_end(places) else tokens
+
+    def tell(self, questions: Sequence[Question], answers: Sequence[Sequence[float]]) -> None:
+        """The log-probabilities of what was asked for last, at temperature 1, over the whole vocabulary."""
+        for begun, question, answer in zip(self._asked, questions, answers, strict=True):
+            places = self._passage.behind(begun.tokens)
+            for token, logprob in zip(question.wanted.tolist(), map(float, answer), strict=True):
+                total = begun.logprob + logprob
+                if total == -np.inf:
+                    continue
+                if token == self._end:
+                    self._offer(begun.tokens, total)
+                    continue
+                room = self._passage.room(self._passage.after(places, token))
+                left = min(begun.left - 1, room)
+                loss = -total / (len(begun.tokens) + left + 2) if self._normalize else -total
+                heapq.heappush(self._open, _Open(loss, left, (*begun.tokens, token), total))
+
+    def _offer(self, tokens: tuple[int, ...], logprob: float) -> None:
+        score = logprob / (len(tokens) + 1) if self._normalize else logprob
+        if self.found is None or score > self.found.score:
+            self.found = Found(tokens, logprob, score)
+
+
+def search(
+    look_up: Callable[[Sequence[Question]], Sequence[Sequence[float]]],
+    passage: Passage,
+    end: int,
+    max_tokens: int,
+    normalize: bool = False,
+    width: int = 8,
+) -> Found | None:
+    """The most probable span; None where the passage has no token, or no span has a chance. See `Search`."""
+    one = Search(passage, end, max_tokens, normalize, width)
+    while questions := one.ask():
+        one.tell(questions, look_up(questions))
+    return one.found

@@ -1,79 +1,55 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The answer is a span of a passage that the request gives, then the end token.
+"""Answers out of a passage: the whole output is a span of a text that the request gives, then the end token.
 
-A span may begin at any token of the passage, and where that one begins with a space also without it. Tokens are weighed
-among those that continue a span, one by one. `extraction` has the likeliest span of all, which no decoding token by
-token is sure to find.
+The mask of a row is the tokens that come next at the places of the passage where the output so far stands; see
+`passage.py` for what a span is. A token's probability is the model's among those that are allowed, so that spans are
+weighed step by step, as under any mask; the most probable span of all is what `exact_extract.py` finds.
 
-Source: "How Optimal is Greedy Decoding for Extractive Question Answering?", arXiv 2108.05857, its set of spans.
+Source: Exact-extract, arXiv 2108.05857, whose spans these are.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 from pydantic import Field
 
-from vllm_ext.kernels.sparse import Int32
-from vllm_ext.samplers.base import Asked, Row, Rule, RuleOptions, RuleParams, Vocabulary, closed_set_problem
-
-PASSAGES = 64  # whose tokens are kept
+from vllm_ext.kernels.token_mask import keep_tokens
+from vllm_ext.kernels.trie import Int32
+from vllm_ext.samplers.base import Asked, Row, Rule, RuleOptions, RuleParams, Vocabulary, contradiction
+from vllm_ext.samplers.passage import Passage, Passages
 
 
 class ExtractOptions(RuleOptions):
     """Of the server."""
 
-    max_passage: int = Field(default=100_000, ge=1, description="most characters of a passage")
+    max_passage: int = Field(
+        default=100_000, ge=1, le=10_000_000, description="longest passage, in characters"
+    )
 
 
 class ExtractParams(RuleParams):
     """Of a request."""
 
-    extract: str = Field(min_length=1, description="the passage that the answer is to be a span of")
-    extract_max_tokens: int = Field(default=64, ge=1, description="most tokens of the answer")
-
-
-@dataclass(frozen=True)
-class Passage:
-    """A passage's tokens."""
-
-    tokens: Int32  # [length]
-    first: Int32  # [length] the same less a leading space, -1 where there is none or that is no token
-
-    def behind(self, prefix: Sequence[int]) -> Int32:
-        """Places of the tokens that may follow a prefix; one is the passage's end, where there is nothing more."""
-        if not len(prefix):
-            return np.arange(len(self.tokens), dtype=np.int32)
-        places = np.flatnonzero((self.tokens == prefix[0]) | (self.first == prefix[0])).astype(np.int32) + 1
-        for token in prefix[1:]:
-            places = places[places < len(self.tokens)]
-            places = places[self.tokens[places] == token] + 1
-        return places
-
-    def following(self, prefix: Sequence[int]) -> Int32:
-        """Tokens that may follow a prefix, ascending, without the end token."""
-        places = self.behind(prefix)
-        found = self.tokens[places[places < len(self.tokens)]]
-        if not len(prefix):
-            found = np.concatenate([found, self.first[self.first >= 0]])
-        return np.unique(found)
+    extract: str = Field(
+        min_length=1, description="the passage that the answer is to be a span of, as it stands"
+    )
+    extract_max_tokens: int = Field(default=64, ge=1, le=100_000, description="longest span, in tokens")
 
 
 class ExtractRule(Rule):
-    """A span, whole."""
+    """A span of a passage, then the end."""
 
     summary = "the answer is a span of a passage that the request gives"
     paper = "arXiv 2108.05857"
+    closed = True
     Options = ExtractOptions
     Params = ExtractParams
 
     def __init__(self, vocabulary: Vocabulary) -> None:
-        self._vocabulary = vocabulary
-        self.passage = functools.lru_cache(PASSAGES)(self._read)
+        self._passages = Passages(vocabulary)
 
     @classmethod
     def from_options(cls, options: ExtractOptions, vocabulary: Vocabulary) -> ExtractRule:
@@ -83,79 +59,75 @@ class ExtractRule(Rule):
     @classmethod
     def problem(cls, options: ExtractOptions, params: ExtractParams, asked: Asked) -> str | None:
         """See the base class."""
-        if len(params.extract) > options.max_passage:
+        if (given := len(params.extract)) > options.max_passage:
             return (
-                f"extract: {len(params.extract)} characters are not allowed; allowed: {options.max_passage}, which the "
-                "server's option max_passage sets"
+                f"extract has {given} characters; allowed: {options.max_passage}, which is this server's max_passage. "
+                "Give a part of the passage"
             )
-        return closed_set_problem(asked, "extract")
+        return contradiction("extract", "the passage", asked)
+
+    def warm_up(self) -> None:
+        """See the base class."""
+        self._passages.warm_up()
 
     def apply(self, logits: torch.Tensor, rows: Sequence[Row]) -> None:
         """See the base class."""
-        for place, row in enumerate(rows):
-            if row.end in row.output:
-                continue
-            index = torch.from_numpy(self._allowed(row.params, row.output, row.end)).long().to(logits.device)
-            allowed = logits[place, index]
-            logits[place] = -torch.inf
-            logits[place, index] = allowed
+        places = [place for place, row in enumerate(rows) if row.end not in row.output]
+        keep_tokens(logits, places, [self._allowed(rows[place]) for place in places])
 
-    def constraint(self, row: Row) -> Span:
+    def _allowed(self, row: Row) -> Int32:
+        spans = self.constraint(row)
+        allowed = spans.allowed()
+        # Never wanting for tokens that were drawn from these masks; should it be, the request ends.
+        return allowed if len(allowed) else np.array([row.end], dtype=np.int32)
+
+    def constraint(self, row: Row) -> SpanConstraint:
         """See the base class."""
-        return Span(self, row)
-
-    def _allowed(self, params: ExtractParams, output: Sequence[int], end: int) -> Int32:
-        """All that may follow; the end token behind anything, and alone behind what is no span."""
-        if len(output) >= params.extract_max_tokens:
-            return np.array([end], dtype=np.int32)
-        found = self.passage(params.extract).following(output)
-        return np.append(found, np.int32(end)) if len(output) or not len(found) else found
-
-    def _read(self, passage: str) -> Passage:
-        tokens = np.array(self._vocabulary.encode(passage), dtype=np.int32)
-        bare = [self._bare.get(token, -1) for token in tokens.tolist()]
-        return Passage(tokens, np.array(bare, dtype=np.int32))
-
-    @functools.cached_property
-    def _bare(self) -> dict[int, int]:
-        """By token that begins with a space the one that lacks it."""
-        by_piece = {piece: token for token, piece in enumerate(self._vocabulary.pieces) if piece}
-        return {
-            token: by_piece[piece[1:]]
-            for piece, token in by_piece.items()
-            if piece[:1] == b" " and piece[1:] in by_piece
-        }
+        passage = self._passages.of(row.params.extract, row.end)
+        return SpanConstraint(passage, row.params.extract_max_tokens, row.output, row.end)
 
 
-class Span:
-    """A `Constraint`: what continues a span."""
+class SpanConstraint:
+    """A `Constraint`: the places behind an output, the last ones those of all of it."""
 
-    def __init__(self, rule: ExtractRule, row: Row) -> None:
-        self._rule, self._params, self._end = rule, row.params, row.end
-        self._path = list(row.output)
+    def __init__(self, passage: Passage, max_tokens: int, output: Sequence[int], end: int) -> None:
+        self._passage, self._max_tokens, self._end = passage, max_tokens, end
+        fits = len(output) <= max_tokens and end not in output
+        self._num_before = len(output)
+        self._places = [passage.behind(output) if fits else np.zeros(0, dtype=np.int32)]
+
+    def allowed(self) -> Int32:
+        """What may come next; nothing where the output has ended, or is no span."""
+        return self._next(self._places[-1], self._num_before + len(self._places) - 1)
+
+    def _next(self, places: Int32 | None, num_tokens: int) -> Int32:
+        tokens = self._passage.next_tokens(places, self._max_tokens - num_tokens)
+        return np.append(tokens, np.int32(self._end)) if self._passage.may_end(places) else tokens
 
     def accept(self, token: int) -> bool:
         """See `Constraint`."""
-        taken = token in self._next()
-        if taken:
-            self._path.append(token)
-        return taken
+        if token not in self.allowed():
+            return False
+        self._places.append(self._behind(self._places[-1], token))
+        return True
+
+    def _behind(self, places: Int32 | None, token: int) -> Int32:
+        return np.zeros(0, dtype=np.int32) if token == self._end else self._passage.after(places, token)
 
     def rollback(self, num_tokens: int) -> None:
         """See `Constraint`."""
         if num_tokens:
-            del self._path[-num_tokens:]
+            del self._places[-num_tokens:]
 
     def forced(self, most: int) -> list[int]:
-        """See `Constraint`."""
-        before = len(self._path)
-        while len(self._path) - before < most and len(allowed := self._next()) == 1:
-            self._path.append(int(allowed[0]))
-        tokens = self._path[before:]
-        self.rollback(len(tokens))
+        """See `Constraint`; the end token among them. Mostly none: behind a token the answer may end."""
+        tokens: list[int] = []
+        places = self._places[-1]
+        before = self._num_before + len(self._places) - 1
+        while len(tokens) < most:
+            allowed = self._next(places, before + len(tokens))
+            if len(allowed) != 1:
+                break
+            tokens.append(int(allowed[0]))
+            places = self._behind(places, tokens[-1])
         return tokens
-
-    def _next(self) -> Int32:
-        if self._end in self._path:
-            return np.empty(0, dtype=np.int32)
-        return self._rule._allowed(self._params, self._path, self._end)

@@ -29,7 +29,6 @@ from vllm_ext.samplers.base import (
     RuleParams,
     Vocabulary,
     load_function,
-    open_code,
     text_of,
 )
 
@@ -65,6 +64,7 @@ class MonitorParams(RuleParams):
 class MonitorRule(Rule):
     """Names that a monitor knows."""
 
+    closed = True
     summary = "identifiers behind a dot exist, by a static analysis of the code so far (Python by jedi, or your own)"
     paper = "arXiv 2306.10763"
     Options = MonitorOptions
@@ -202,3 +202,13 @@ class MonitorRule(Rule):
 
 def _all(options: MonitorOptions) -> dict[str, str]:
     return {"python": PYTHON, **options.monitors}
+
+
+def open_code(text: str) -> str | None:
+    """What stands in the last fence (```) of a text if that is open; all of a text without fences; else None."""
+    before, fence, code = text.rpartition("```")
+    if not fence:
+        return text
+    if before.count("```") % 2:
+        return None
+    return code.partition("\n")[2]  # behind the language's name

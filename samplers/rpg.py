@@ -1,172 +1,128 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Code that repeats its structure: what would open another copy of a block that was just repeated is made less likely.
+"""Code that repeats its own structure: what would open another copy of a block is made less likely, copy by copy.
 
-Not the same text but the same kinds of words in a row count as a copy: ``elif x == 1: return 2`` and ``elif y == 3:
-return 4``. Only the token that would open a copy is touched, so that one that was begun is ended well.
+The last lines of the output are read as lexical classes (`lexer.py`), in which ``elif x == 1: return a`` and
+``elif y == 2: return b`` are alike. Where these end with a block several times in a row, tokens that it could begin
+with lose ``gamma * log(1 + copies)`` of their logit; all other rows, and all other tokens, stay as they are, bit for
+bit.
 
-Source: "Rethinking Repetition Problems of LLMs in Code Generation", arXiv 2505.10402 (RPG). Deviations: what is
-compared are lexical classes and not a grammar's rules, so that no parser is needed and code may be incomplete; the
-penalty is ``rpg * log(1 + copies)``, as the paper's form was not to be had.
+Source: "Rethinking Repetition Problems of LLMs in Code Generation" (RPG), arXiv 2505.10402. Two things differ. There
+the sequence is that of a grammar's rules, from a parser of each language; lexical classes need none, and survive code
+that is not whole. And the paper's decay is its own; here it is the above, with a gamma to choose.
 """
 
 from __future__ import annotations
 
 import functools
-import keyword
-import math
-import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 from pydantic import Field
 
+from vllm_ext.kernels import repeats
+from vllm_ext.kernels.repeats import Repeat
 from vllm_ext.kernels.sparse import Int32
-from vllm_ext.samplers.base import Asked, Row, Rule, RuleOptions, RuleParams, Vocabulary, open_code, text_of
+from vllm_ext.samplers import lexer
+from vllm_ext.samplers.base import Asked, Row, Rule, RuleOptions, RuleParams, Vocabulary, text_of
+from vllm_ext.samplers.lexer import NAME, NEWLINE, WORDS, Code
 
-OTHERS = "case catch const default do enum extends final function interface let new private protected public static "
-OTHERS += "struct switch this throw typedef var void"  # keywords of C, Java and JavaScript that Python lacks
-KEYWORDS = frozenset(keyword.kwlist).union(OTHERS.split())
-NEWLINE = "\n"
-NAMED = frozenset({"word", "string", "number"})
-LEXEMES = re.compile(
-    r"""(?P<none>\#[^\n]*|//[^\n]*|/\*.*?\*/|[^\S\n]+)
-    |(?P<newline>(?:[^\S\n]*\n)+)
-    |(?P<string>\"{3}.*?\"{3}|'{3}.*?'{3}|"(?:\\.|[^"\\\n])*"|'(?:\\.|[^'\\\n])*')
-    |(?P<number>\d[\w.]*)
-    |(?P<word>\w+)
-    |(?P<other>[=!<>+*/%&|^-]=|->|=>|\*\*|<<|>>|&&|\|\||\+\+|--|::|.)""",
-    re.VERBOSE | re.DOTALL,
-)
+# Of these alone no block is made: they close what was opened, or stand between it.
+CLOSING = b"\n)]};,"
 
 
 class RpgOptions(RuleOptions):
     """Of the server."""
 
     window: int = Field(
-        default=1024, ge=16, description="tokens of the output that are looked at, the last ones"
+        default=1024, ge=16, le=65_536, description="how many of the last tokens are looked at"
     )
 
 
 class RpgParams(RuleParams):
     """Of a request."""
 
-    rpg: float = Field(gt=0.0, le=100.0, description="penalty, times log(1 + copies)")
-    rpg_count: int = Field(default=3, ge=2, description="copies of a block after which it begins")
+    rpg: float = Field(gt=0.0, le=100.0, description="gamma, above 0 and up to 100")
+    rpg_count: int = Field(
+        default=2, ge=2, le=1000, description="copies of a block after which another one costs"
+    )
 
 
 class RpgRule(Rule):
-    """Lowers the logits of what would open another copy."""
+    """A penalty on the next copy of a block of code."""
 
-    summary = "code repeats its structure less: a penalty on what would open another copy of a block"
+    summary = "code that repeats its own structure finds it harder with each copy"
     paper = "arXiv 2505.10402"
     Options = RpgOptions
     Params = RpgParams
 
-    def __init__(self, window: int, vocabulary: Vocabulary) -> None:
-        self._window, self._vocabulary = window, vocabulary
+    def __init__(self, vocabulary: Vocabulary, window: int) -> None:
+        self._vocabulary, self._window = vocabulary, window
 
     @classmethod
     def from_options(cls, options: RpgOptions, vocabulary: Vocabulary) -> RpgRule:
         """See the base class."""
-        return cls(options.window, vocabulary)
+        return cls(vocabulary, options.window)
 
     @classmethod
     def problem(cls, options: RpgOptions, params: RpgParams, asked: Asked) -> str | None:
-        """See the base class."""
+        """See the base class; it goes with everything."""
         return None
 
     def warm_up(self) -> None:
         """See the base class."""
         _ = self._openers
+        repeat_of(lexer.lex(b"a"), 2)
 
     def apply(self, logits: torch.Tensor, rows: Sequence[Row]) -> None:
         """See the base class."""
         for place, row in enumerate(rows):
-            code = open_code(text_of(self._vocabulary, row.output[-self._window :]).decode(errors="replace"))
-            if not code:
+            text = self._text(row.output)
+            code = lexer.lex(text)
+            period, copies = repeat_of(code, row.params.rpg_count)
+            if not copies or row.end in row.output:
                 continue
-            if len(row.output) > self._window:
-                code = code.partition("\n")[2]  # from where a line begins
-            block, copies = repeated(list(classes(code)), row.params.rpg_count)
-            if not copies:
-                continue
-            # Behind a word only what a space parts from it opens another.
-            ids = [self._openers.get((block[0], True), _NONE)]
-            if not (code[-1].isalnum() or code[-1] == "_"):
-                ids.append(self._openers.get((block[0], False), _NONE))
-            index = torch.from_numpy(np.concatenate(ids)).long().to(logits.device)
-            logits[place, index] -= row.params.rpg * math.log1p(copies)
+            ids = self._opening(int(code.symbols[-period]), lexer.ends_in_word(text))
+            penalty = row.params.rpg * float(np.log1p(copies))
+            if logits.is_cpu:
+                logits.numpy()[place, ids] -= penalty
+            else:
+                logits[place, torch.from_numpy(ids).to(logits.device)] -= penalty
+
+    def _text(self, output: Sequence[int]) -> bytes:
+        """That of the last tokens, from a line's start on if there is one."""
+        text = text_of(self._vocabulary, output[-self._window :])
+        return text[text.find(b"\n") + 1 :] if len(output) > self._window else text
+
+    def _opening(self, first: int, in_word: bool) -> Int32:
+        """Tokens that begin with a class; behind a word, those that do not go on with it."""
+        ids, spaced = self._openers.get(first, (np.zeros(0, dtype=np.int32),) * 2)
+        return spaced if in_word and first in WORDS else ids
 
     @functools.cached_property
-    def _openers(self) -> dict[tuple[str, bool], Int32]:
-        """Tokens by the class of their first lexeme, and by whether a space stands before it."""
-        found: dict[tuple[str, bool], list[int]] = {}
-        for token, piece in enumerate(self._vocabulary.pieces):
-            text = piece.decode(errors="replace")
-            first = next(classes(text), None)
-            if first is not None:
-                found.setdefault((first, text[0] in " \t"), []).append(token)
-        return {key: np.array(ids, dtype=np.int32) for key, ids in found.items()}
+    def _openers(self) -> dict[int, tuple[Int32, Int32]]:
+        """By class, the tokens that begin with it, and those of them that have a space first."""
+        tokens: dict[int, list[int]] = {}
+        pieces = self._vocabulary.pieces
+        for token, piece in enumerate(pieces):
+            if (first := lexer.first_class(piece)) is not None:
+                tokens.setdefault(first, []).append(token)
+        return {
+            first: (_array(ids), _array([token for token in ids if pieces[token][:1] in b" \t"]))
+            for first, ids in tokens.items()
+        }
 
 
-_NONE = np.empty(0, dtype=np.int32)
+def repeat_of(code: Code, copies: int) -> Repeat:
+    """The block that a text ends with so many times or more.
 
-
-def classes(code: str) -> Iterator[str]:
-    """Lexical classes of some code: keywords and signs as they are, other words, numbers, strings, ends of lines."""
-    for match in LEXEMES.finditer(code):
-        match match.lastgroup:
-            case "none":
-                continue
-            case "newline":
-                yield NEWLINE
-            case "word" if match[0] not in KEYWORDS:
-                yield "word"
-            case "string" | "number":
-                yield match.lastgroup
-            case _:
-                yield match[0]
-
-
-def repeated(sequence: Sequence[str], least: int) -> tuple[Sequence[str], int]:
-    """The block that a sequence ends with copies of, at a place where the next one would begin; and how many.
-
-    Where blocks have ends of lines they begin behind one. Signs and keywords alone are no block. Of several the one
-    whose copies are longest together.
-
-    Args:
-        sequence: of `classes`.
-        least: copies, at least 2; with fewer there is no block.
-
-    Returns:
-        The block and its copies; nothing and 0 where there is none.
+    A block has more to it than names, which in a row are prose, and than what closes others.
     """
-    length, best = len(sequence), (0, 0, 0)  # covered, minus the block's length, copies
-    for period, agree in enumerate(_z(sequence[::-1])[: length // least + 1]):
-        if not period or agree < period * (least - 1):
-            continue
-        start = length - agree - period
-        block = sequence[length - period :]
-        if NEWLINE in block:
-            while start < length and start and sequence[start - 1] != NEWLINE:
-                start += 1
-        copies, rest = divmod(length - start, period)
-        if not rest and copies >= least and not NAMED.isdisjoint(block):  # brackets that close may be many
-            best = max(best, (copies * period, -period, copies))
-    return (sequence[length + best[1] :], best[2]) if best[2] else ((), 0)
+    symbols = code.symbols.tobytes()
+    opens = len(symbols.rstrip(CLOSING))
+    shortest = len(symbols) - min(opens, len(symbols.rstrip(bytes([NAME])))) + 1
+    return repeats.longest(code.symbols, code.indents, NEWLINE, shortest, copies)
 
 
-def _z(sequence: Sequence[str]) -> list[int]:
-    """By place, how long what begins there agrees with what begins at 0: the Z-function, in linear time."""
-    length = len(sequence)
-    agree = [length] * (length > 0) + [0] * (length - 1)
-    left = right = 0
-    for place in range(1, length):
-        if place < right:
-            agree[place] = min(right - place, agree[place - left])
-        while place + agree[place] < length and sequence[agree[place]] == sequence[place + agree[place]]:
-            agree[place] += 1
-        if place + agree[place] > right:
-            left, right = place, place + agree[place]
-    return agree
+def _array(tokens: Sequence[int]) -> Int32:
+    return np.array(tokens, dtype=np.int32)

@@ -29,7 +29,7 @@ from vllm_ext.samplers.base import (
     RuleOptions,
     RuleParams,
     Vocabulary,
-    closed_set_problem,
+    contradiction,
     rows_by,
 )
 
@@ -60,6 +60,7 @@ class TrieRule(Rule):
 
     summary = "the answer is one of a set of sequences, of thousands or millions"
     paper = "arXiv 2602.22647"
+    closed = True
     Options = TrieOptions
     Params = TrieParams
 
@@ -85,7 +86,7 @@ class TrieRule(Rule):
         if params.trie not in options.files:
             known = ", ".join(map(repr, options.files))
             return f"trie={params.trie!r} is not allowed; allowed: {known}"
-        return closed_set_problem(asked, f"trie={params.trie!r}")
+        return contradiction(f"trie={params.trie!r}", "the set", asked)
 
     def warm_up(self) -> None:
         """See the base class."""

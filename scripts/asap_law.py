@@ -4,8 +4,8 @@
     .venv/bin/python scripts/asap_law.py --json asap.json [--answers 400]
 
 SmolLM2-135M-Instruct in float32, temperature 1, is asked a question to which a regular expression allows three answers;
-the likeliest first word leads to what the model would hardly say. Its own law, given that it obeys, is that of all
-token sequences the grammar takes, each scored whole. Beside it the shares of answers, by hundreds, and their total
+the likeliest first word leads to what the model would hardly say. Its own law, given that it obeys, is that of the
+token sequences the grammar takes, each scored to its end. Beside it the shares of answers, by hundreds, and their total
 variation distance from that law: half the sum of the differences.
 """
 
@@ -24,25 +24,48 @@ from vllm_ext import demo_model
 QUESTION = "What is the capital of France? Answer in a few words."
 ANSWERS = ("Paris.", "The capital is Rome.", "I am sure that it is Lyon.")
 PART = 100  # answers to a share
-
-
-def sequences(vocabulary: Any, end: int) -> list[tuple[int, ...]]:
-    """All token sequences of the answers, with the end token."""
-    from vllm_ext.samplers.grammar import Grammars
-
-    grammars, found, open_prefixes = Grammars(vocabulary), [], [()]
-    while open_prefixes:
-        prefix: tuple[int, ...] = open_prefixes.pop()
-        behind = grammars.behind("regex", pattern(), end, prefix)
-        assert behind is not None
-        for token in behind.allowed().tolist():
-            (found if token == end else open_prefixes).append((*prefix, token))
-    return found
+LEAST = 1e-11  # probability of a beginning that is followed
 
 
 def pattern() -> str:
     """The regular expression."""
     return "|".join(answer.replace(".", r"\.") for answer in ANSWERS)
+
+
+def own_law(llm: Any, prompt: list[int]) -> Counter[str]:
+    """The model's probability of each answer, however it is spelled; spellings below `LEAST` are left out."""
+    from vllm import SamplingParams
+
+    from vllm_ext.samplers.grammar import Grammars
+    from vllm_ext.vocabulary import ModelVocabulary
+
+    tokenizer = llm.get_tokenizer()
+    end = tokenizer.eos_token_id
+    grammars = Grammars(ModelVocabulary.of(llm.llm_engine.model_config))
+    own: Counter[str] = Counter()
+    beginnings: dict[tuple[int, ...], float] = {(): 1.0}
+    while beginnings:
+        ids = {}
+        for prefix in beginnings:
+            behind = grammars.behind("regex", pattern(), end, prefix)
+            assert behind is not None
+            ids[prefix] = behind.allowed().tolist()
+        outputs = llm.generate(
+            [{"prompt_token_ids": [*prompt, *prefix]} for prefix in ids],
+            [SamplingParams(max_tokens=1, temperature=0, logprob_token_ids=its) for its in ids.values()],
+            use_tqdm=False,
+        )
+        longer: dict[tuple[int, ...], float] = {}
+        for (prefix, its), output in zip(ids.items(), outputs, strict=True):
+            found = output.outputs[0].logprobs[0]
+            for token in its:
+                p = beginnings[prefix] * float(np.exp(found[token].logprob))
+                if token == end:
+                    own[tokenizer.decode(prefix)] += p
+                elif p > LEAST:
+                    longer[(*prefix, token)] = p
+        beginnings = longer
+    return own
 
 
 def main() -> None:
@@ -58,8 +81,6 @@ def main() -> None:
     from vllm import LLM, SamplingParams
     from vllm.sampling_params import StructuredOutputsParams
 
-    from vllm_ext.vocabulary import ModelVocabulary
-
     llm = LLM(
         str(demo_model.ensure_model()),
         speculative_config={"method": "token_recycling"},
@@ -69,29 +90,18 @@ def main() -> None:
         max_num_seqs=arguments.batch_size,
         kv_cache_memory_bytes=1 << 28,
     )
-    tokenizer = llm.get_tokenizer()
-    end = tokenizer.eos_token_id
-    prompt = tokenizer.apply_chat_template(
+    prompt = llm.get_tokenizer().apply_chat_template(
         [{"role": "user", "content": QUESTION}], add_generation_prompt=True, return_dict=False
     )
-    whole = sequences(ModelVocabulary.of(llm.llm_engine.model_config), end)
-    scored = llm.generate(
-        [{"prompt_token_ids": [*prompt, *tokens]} for tokens in whole],
-        SamplingParams(max_tokens=1, prompt_logprobs=0),
-        use_tqdm=False,
-    )
-    own: Counter[str] = Counter()
-    for tokens, output in zip(whole, scored, strict=True):
-        rows = output.prompt_logprobs[len(prompt) :]
-        log_p = sum(row[token].logprob for row, token in zip(rows, tokens, strict=True))
-        own[tokenizer.decode(tokens[:-1])] += float(np.exp(log_p))
+    own = own_law(llm, prompt)
     obeys = sum(own.values())
     law = np.array([own[answer] / obeys for answer in ANSWERS])
 
     def ask(**given: Any) -> list[list[float]]:
         """Shares of the answers, by part."""
         params = [
-            SamplingParams(temperature=1, max_tokens=32, seed=seed, **given) for seed in range(arguments.answers)
+            SamplingParams(temperature=1, max_tokens=32, seed=seed, **given)
+            for seed in range(arguments.answers)
         ]
         outputs = llm.generate([{"prompt_token_ids": prompt}] * len(params), params, use_tqdm=False)
         texts = [output.outputs[0].text for output in outputs]
@@ -102,7 +112,7 @@ def main() -> None:
         "masking": ask(structured_outputs=StructuredOutputsParams(regex=pattern())),
         "asap": ask(extra_args={"asap_regex": pattern()}),
     }
-    print(f"{len(whole)} token sequences; the model says one of them with probability {obeys:.2e}")
+    print(f"The model says one of them by itself with probability {obeys:.2e}")
     print(f"| | {' | '.join(ANSWERS)} | distance |")
     print(f"| --- |{' ---: |' * (len(ANSWERS) + 1)}")
     print(f"| the model's own law | {' | '.join(f'{share:.4f}' for share in law)} | |")
@@ -111,7 +121,13 @@ def main() -> None:
             distance = float(np.abs(np.array(part) - law).sum() / 2)
             label = f"{name}, answers {PART * number + 1} to {PART * (number + 1)}"
             print(f"| {label} | {' | '.join(f'{share:.2f}' for share in part)} | {distance:.3f} |")
-    figures = {"question": QUESTION, "answers": ANSWERS, "obeys": obeys, "law": law.tolist(), "shares": shares}
+    figures = {
+        "question": QUESTION,
+        "answers": ANSWERS,
+        "obeys": obeys,
+        "law": law.tolist(),
+        "shares": shares,
+    }
     arguments.json.write_text(json.dumps(figures, indent=1) + "\n")
 
 

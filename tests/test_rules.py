@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,9 @@ from vllm_ext import plugin, rules, v1_rules
 from vllm_ext.cli import app
 from vllm_ext.kernels import trie
 from vllm_ext.samplers import trie_file
+from vllm_ext.samplers.extract import SpanConstraint
+from vllm_ext.samplers.passage import Passages
+from vllm_ext.vocabulary import ModelVocabulary
 
 ANSWERS = ["yes", "no", "not at all", "not yet", "yes"]
 
@@ -228,6 +232,44 @@ def test_requests_are_looked_at_where_they_come_in(slice_dir: str, made: Path, m
         validate_logits_processors_parameters(processors, SamplingParams(extra_args=fine))
 
 
+def test_rules_that_contradict_each_other(slice_dir: str, made: Path) -> None:
+    settings = rules.parse(
+        {"rpg": {}, "trie": {"files": {"short": str(made)}}, "extract": {"max_passage": 9}}
+    )
+    assert list(settings.options) == ["trie", "extract", "rpg"]
+    settings.validate(SamplingParams(extra_args={"extract": "a passage", "rpg": 1, "rpg_count": 3}))
+    for asking, says in (
+        ({"extract": "passage", "trie": "short"}, "vllm_xargs: trie and extract do not go together"),
+        ({"extract": "a passage of more"}, "extract has 17 characters; allowed: 9, which is"),
+        ({"extract": ""}, "extract='' is not allowed; allowed: string"),
+        (
+            {"extract": "a", "extract_max_tokens": 0},
+            "extract_max_tokens=0 is not allowed; allowed: integer, 1 to",
+        ),
+        ({"rpg": 0}, "rpg=0 is not allowed"),
+        ({"rpg": float("inf")}, "rpg=inf is not allowed"),
+        ({"rpg_count": 2}, "rpg is missing, and required"),
+        ({"rpg": 1, "rpg_count": 1}, "rpg_count=1 is not allowed; allowed: integer, 2 to"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(says)):
+            settings.validate(SamplingParams(extra_args=asking))
+
+
+def test_spans_of_a_tokenizer(slice_dir: str) -> None:
+    """Each is a part of the text; what stands behind a space may begin an answer."""
+    vocabulary = ModelVocabulary(slice_dir, None, "auto", False, 4096)
+    text = 'The old sea and the "new" one: caf\u00e9, 12 o\'clock.\n\tNo more'
+    passage = Passages(vocabulary).of(text, end=2)
+    constraint = SpanConstraint(passage, 99, [], 2)
+    firsts = {vocabulary.pieces[token] for token in constraint.allowed()}
+    assert {b"The", b" old", b"old", b" sea", b"se", b"1", b'"'} <= firsts  # "sea" is no token of its own
+    assert all(piece in text.encode() for piece in firsts)
+    for part in ("The old sea and the", "sea and the", "the", text):
+        assert SpanConstraint(passage, 99, vocabulary.encode(part), 2).accept(2), part
+    for other in ("The sea", "and the old", "now"):
+        assert not SpanConstraint(passage, 99, vocabulary.encode(other), 2).accept(2), other
+
+
 def test_a_rule_that_is_not_there_is_named(made: Path) -> None:
     settings = rules.parse({"trie": {"files": {"short": str(made)}}})
     nothing = rules.RuleSettings({})
@@ -247,4 +289,5 @@ def test_a_rule_that_is_not_there_is_named(made: Path) -> None:
 def test_the_table_of_rules() -> None:
     done = run("rules")
     assert done.exit_code == 0
-    assert "trie" in done.output
+    for name in ("trie", "extract", "max_passage", "rpg_count"):
+        assert name in done.output

@@ -103,6 +103,11 @@ class RuleSettings:
         """
         asked = asked_of(params)
         under = self.of_request(params)
+        if len(closed := [name for name, _ in under if load_rule(name).closed]) > 1:
+            raise ValueError(
+                f"vllm_xargs: {' and '.join(closed)} do not go together: each says by itself what may come. Leave one "
+                "of them out."
+            )
         for name, parsed in under:
             if name not in self.options:
                 raise ValueError(

@@ -290,6 +290,8 @@ def test_what_asap_has_learnt_is_saved(trees: Any, options: dict[str, Any]) -> N
         (SEEDED, {"awrs_check": "mine"}, "awrs_check='mine' is not allowed; allowed: 'short_words'"),
         (SEEDED, {"awrs_regex": "a", "trie": "short"}, "rule 'awrs' does not go with 'trie' in one request"),
         (GREEDY, {"asap_regex": "a"}, "temperature=0 does not go with asap"),
+        (GREEDY, {"extract": "a", "trie": "short"}, "trie and extract do not go together"),
+        (GREEDY, {"rpg": -1.0}, "rpg=-1.0 is not allowed"),
     ],
 )
 def test_grammars_that_cannot_be_are_refused(
@@ -335,28 +337,30 @@ def test_code_that_repeats_itself_repeats_less(plain: Any, trees: Any) -> None:
     assert len(actual[1].token_ids) > len(actual[0].token_ids)
 
 
-def test_the_likeliest_span_of_all(plain: Any, trees: Any) -> None:
-    """As likely as greedy decoding's at least, and what other options say of it is the same."""
-    from vllm_ext.extraction import likeliest_span
+def test_the_best_span_of_all(plain: Any, trees: Any) -> None:
+    """As likely as greedy decoding's at least, and what prompt_logprobs say of it is the same."""
+    from vllm_ext.extraction import extract
 
     prompt = plain.get_tokenizer().apply_chat_template(
         [{"role": "user", "content": f"{PASSAGE}\n\nWhat was closed?"}],
         add_generation_prompt=True,
         return_dict=False,
     )
-    found = likeliest_span(plain, prompt, PASSAGE, max_tokens=6)
-    again = likeliest_span(trees, prompt, PASSAGE, max_tokens=6, width=3)
-    assert again.tokens == found.tokens
-    assert again.log_probability == pytest.approx(found.log_probability, abs=1e-3)
+    (found,) = extract(plain, [prompt], [PASSAGE], max_tokens=6)
+    (again,) = extract(trees, [prompt], [PASSAGE], max_tokens=6, width=3)
+    assert found is not None
+    assert again is not None
+    assert tuple(again.token_ids) == tuple(found.token_ids)
+    assert again.logprob == pytest.approx(found.logprob, abs=1e-3)
     assert found.text.strip() in PASSAGE
-    given = SamplingParams(
-        temperature=0, max_tokens=7, logprobs=0, extra_args={"extract": PASSAGE, "extract_max_tokens": 6}
-    )
+    extra_args = {"extract": PASSAGE, "extract_max_tokens": 6}
+    given = SamplingParams(temperature=0, max_tokens=7, logprobs=0, extra_args=extra_args)
     (greedy,) = plain.generate([{"prompt_token_ids": prompt}], given, use_tqdm=False)
-    assert greedy.outputs[0].cumulative_logprob <= found.log_probability + 1e-3
-    scored = SamplingParams(max_tokens=1, prompt_logprobs=0)
+    assert greedy.outputs[0].cumulative_logprob <= found.logprob + 1e-3
     end = plain.get_tokenizer().eos_token_id
-    (output,) = plain.generate([{"prompt_token_ids": [*prompt, *found.tokens, end]}], scored, use_tqdm=False)
-    rows = output.prompt_logprobs[len(prompt) :]
-    total = sum(row[token].logprob for row, token in zip(rows, (*found.tokens, end), strict=True))
-    assert total == pytest.approx(found.log_probability, abs=1e-3)
+    whole = [*prompt, *found.token_ids, end]
+    (output,) = plain.generate(
+        [{"prompt_token_ids": whole}], SamplingParams(max_tokens=1, prompt_logprobs=0), use_tqdm=False
+    )
+    rows = zip(output.prompt_logprobs[len(prompt) :], whole[len(prompt) :], strict=True)
+    assert sum(row[token].logprob for row, token in rows) == pytest.approx(found.logprob, abs=1e-3)

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 
-from vllm_ext.kernels.token_mask import mask_rows
+from vllm_ext.kernels.token_mask import keep_tokens, mask_rows
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -23,3 +23,18 @@ def test_masks(dtype: torch.dtype) -> None:
             assert (logits[row][mask] == before[row][mask]).all()
             assert (logits[row][~mask] == -torch.inf).all()
         assert (logits[[1, 2]] == before[[1, 2]]).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_kept_tokens(dtype: torch.dtype) -> None:
+    rng = np.random.default_rng(0)
+    logits = torch.from_numpy(rng.normal(size=(5, 70))).to(dtype)
+    before = logits.clone()
+    kept = [np.array(ids, dtype=np.int32) for ids in ([69, 0], list(range(70)), [3])]
+    keep_tokens(logits, [], [])
+    assert (logits == before).all()
+    keep_tokens(logits, [4, 0, 3], kept)
+    for row, ids in zip((4, 0, 3), kept, strict=True):
+        assert (logits[row][ids] == before[row][ids]).all()
+        assert set(torch.isfinite(logits[row]).nonzero().flatten().tolist()) == {*ids.tolist()}
+    assert (logits[[1, 2]] == before[[1, 2]]).all()

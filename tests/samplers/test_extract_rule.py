@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rule extract beside all spans of a passage, and the likeliest span beside all of them."""
+"""Rule extract, and the search for the best span, beside all spans written out."""
 
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -15,171 +16,250 @@ from helpers import ASKED
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_ext.samplers import exact_extract
+from vllm_ext.kernels.sparse import Float64
 from vllm_ext.samplers.base import Row
-from vllm_ext.samplers.extract import ExtractOptions, ExtractParams, ExtractRule, Passage
+from vllm_ext.samplers.exact_extract import Question, Search, best_span, search
+from vllm_ext.samplers.extract import ExtractOptions, ExtractParams, ExtractRule, SpanConstraint
+from vllm_ext.samplers.passage import Passage, Passages
 
-END = 9
+VOCAB, END = 12, 11
+PIECES = {"<s>": 0, "a": 1, "b": 2, " a": 3, " b": 4, " c": 5, " ": 6, " abb": 7, "ab": 8, "<e>": END}
+BARE = {3: (1,), 4: (2,), 7: (8, 2)}  # by token, without its space; "c" alone is none
+TEXTS = st.lists(st.sampled_from([*PIECES, " a", "a", "b", " b"]), min_size=1, max_size=12).map("".join)
+Tokens = tuple[int, ...]
 
 
-class Words:
-    """A letter, a letter behind a space, or both at once: what a tokenizer makes of them."""
+class Toy:
+    size = VOCAB
 
-    pieces = (b"a", b"b", b" a", b" b", b" c", b"ab", b" ab", b"", b"c", b"")
-    size = len(pieces)
+    @property
+    def pieces(self) -> list[bytes]:
+        pieces = [b""] * VOCAB
+        for text, token in PIECES.items():
+            if "<" not in text:
+                pieces[token] = text.encode()
+        return pieces
 
     def encode(self, text: str) -> list[int]:
-        """Longest first."""
-        tokens = []
-        while text:
-            token = max(
-                (i for i, piece in enumerate(self.pieces) if piece and text.startswith(piece.decode())),
-                key=lambda i: len(self.pieces[i]),
-            )
-            tokens.append(token)
-            text = text[len(self.pieces[token]) :]
-        return tokens
+        return [PIECES[part] for part in re.findall("<.>| abb| [abc]|ab|.", text) if part in PIECES]
 
 
-WORDS = Words()
-PASSAGES = st.text(alphabet="ab c", min_size=1, max_size=12).filter(
-    lambda text: "  " not in text and not text.endswith(" ")
-)
-
-
-def spans(passage: str, most: int) -> set[tuple[int, ...]]:
-    """By brute force."""
-    tokens = WORDS.encode(passage)
+def spans(text: str, longest: int) -> set[Tokens]:
+    """All of them, by the definition."""
+    tokens = Toy().encode(text)
     found = set()
-    for start, end in itertools.combinations(range(len(tokens) + 1), 2):
-        span = tokens[start:end][:most]
-        found.add(tuple(span))
-        bare = WORDS.pieces[span[0]].removeprefix(b" ")
-        if bare in WORDS.pieces and bare:
-            found.add((WORDS.pieces.index(bare), *span[1:]))
-    return found
+    for start, length in itertools.product(range(len(tokens)), range(1, longest + 1)):
+        span = tuple(tokens[start : start + length])
+        if len(span) == length and not {0, END} & {*span}:
+            found |= {span, (*BARE.get(span[0], span[:1]), *span[1:])}
+    return {span for span in found if len(span) <= longest}
 
 
-def following(passage: str, most: int, prefix: Sequence[int]) -> set[int]:
-    here = tuple(prefix)
-    found = {
-        span[len(here)]
-        for span in spans(passage, most)
-        if len(span) > len(here) and span[: len(here)] == here
-    }
-    return found | ({END} if here else set())
+def allowed(of: set[Tokens], prefix: Tokens) -> set[int]:
+    longer = {span[len(prefix)] for span in of if len(span) > len(prefix) and span[: len(prefix)] == prefix}
+    return longer | ({END} if prefix in of else set())
 
 
-def row(passage: str, prefix: Sequence[int], most: int = 64) -> Row:
-    return Row([1], list(prefix), END, ExtractParams(extract=passage, extract_max_tokens=most), ASKED)
+def prefixes(of: set[Tokens]) -> list[Tokens]:
+    return sorted({span[:n] for span in of for n in range(len(span) + 1)} | {()})
 
 
-@given(PASSAGES, st.integers(1, 4))
-@settings(deadline=None, max_examples=60)
-def test_rows_and_constraints_are_those_of_all_spans(passage: str, most: int) -> None:
-    rule = ExtractRule.from_options(ExtractOptions(), WORDS)
-    all_spans = spans(passage, most)
-    prefixes = sorted({span[:n] for span in all_spans for n in range(len(span) + 1)})
-    before = torch.randn(len(prefixes), WORDS.size)
+def passage_of(text: str) -> Passage:
+    return Passages(Toy()).of(text, END)
+
+
+def params(text: str, longest: int) -> ExtractParams:
+    return ExtractParams(extract=text, extract_max_tokens=longest)
+
+
+@given(TEXTS, TEXTS, st.integers(1, 5))
+@settings(deadline=None, max_examples=100)
+def test_rows_keep_what_begins_a_span(one: str, two: str, longest: int) -> None:
+    rule = ExtractRule.from_options(ExtractOptions(), Toy())
+    rows, expected = [], []
+    for text in (one, two):
+        every = spans(text, longest)
+        for prefix in prefixes(every):
+            rows.append(Row([5], prefix, END, params(text, longest), ASKED))
+            expected.append(allowed(every, prefix) or {END})  # of a text without tokens there is no span
+    # Behind the end anything goes; behind what is no span, only the end.
+    rows += [
+        Row([5], end, END, params(one, longest), ASKED) for end in ([1, END, 2], [9], [1] * (longest + 1))
+    ]
+    expected += [set(range(VOCAB)), {END}, {END}]
+    before = torch.randn(len(rows), VOCAB)
     after = before.clone()
-    rule.apply(after, [row(passage, prefix, most) for prefix in prefixes])
-    for prefix, left, right in zip(prefixes, before, after, strict=True):
-        allowed = following(passage, most, prefix)
-        assert set(torch.isfinite(right).nonzero().flatten().tolist()) == allowed
-        assert (left[list(allowed)] == right[list(allowed)]).all()
-        constraint = rule.constraint(row(passage, prefix, most))
-        for token in range(WORDS.size):
-            assert constraint.accept(token) == (token in allowed)
-            if token in allowed:
-                constraint.rollback(1)
-        path = list(prefix)
-        forced = constraint.forced(3)
-        for token in forced:
-            assert following(passage, most, path) == {token}
-            path.append(token)
-        assert len(forced) == 3 or END in path or len(following(passage, most, path)) > 1
+    rule.apply(after, rows)
+    for left, right, kept in zip(before, after, expected, strict=True):
+        assert set(torch.isfinite(right).nonzero().flatten().tolist()) == kept
+        assert (left[list(kept)] == right[list(kept)]).all()
 
 
-def test_an_answer_needs_no_leading_space() -> None:
-    rule = ExtractRule.from_options(ExtractOptions(), WORDS)
-    first = torch.zeros(1, WORDS.size)
-    rule.apply(first, [row("b ab", [])])
-    assert torch.isfinite(first[0]).nonzero().flatten().tolist() == [1, 5, 6]  # b, ab and " ab"
+@given(TEXTS, st.integers(1, 4))
+@settings(deadline=None, max_examples=60)
+def test_constraints_go_down_and_back(text: str, longest: int) -> None:
+    every, passage = spans(text, longest), passage_of(text)
+    for prefix in prefixes(every):
+        # From the output, and token by token.
+        behind, walked = (
+            SpanConstraint(passage, longest, prefix, END),
+            SpanConstraint(passage, longest, (), END),
+        )
+        assert all(walked.accept(token) for token in prefix)
+        for constraint in (behind, walked):
+            for token in range(VOCAB):
+                assert constraint.accept(token) == (token in allowed(every, prefix))
+                if token in allowed(every, prefix):
+                    constraint.rollback(1)
+            forced = constraint.forced(3)
+            path = prefix
+            for token in forced:
+                assert allowed(every, path) == {token}
+                path += (token,)
+            if len(forced) < 3 and END not in forced:
+                assert len(allowed(every, path)) != 1
+        if prefix in every:
+            assert walked.accept(END)
+            assert not walked.accept(END)
+            assert walked.forced(3) == []
+            walked.rollback(len(prefix) + 1)
+            assert walked.accept(prefix[0])
+            assert SpanConstraint(passage, longest, (*prefix, END), END).forced(3) == []
 
 
-def test_rows_behind_the_end_and_behind_what_is_no_span() -> None:
-    rule = ExtractRule.from_options(ExtractOptions(), WORDS)
-    logits = torch.randn(2, WORDS.size)
-    before = logits.clone()
-    rule.apply(logits, [row("ab c", [5, END, 1]), row("ab c", [1])])
-    assert torch.equal(logits[0], before[0])
-    assert torch.isfinite(logits[1]).nonzero().flatten().tolist() == [END]
+def test_what_is_certain() -> None:
+    def forced(text: str, longest: int, prefix: Sequence[int], most: int) -> list[int]:
+        return SpanConstraint(passage_of(text), longest, prefix, END).forced(most)
+
+    assert forced(" c", 3, (), 5) == [5, END]
+    assert forced(" c c", 1, (), 5) == [5, END]
+    assert forced(" c c", 1, (), 1) == [5]
+    assert forced(" a", 3, (), 5) == []  # with its space and without
+    assert forced("ba", 3, (2,), 5) == []
+    assert forced("ba", 3, (2, 1), 5) == [END]
+
+
+def test_texts_spell_no_special_tokens() -> None:
+    assert {span for span in prefixes(spans("a<e>b<s>a", 4)) if span} == {(1,), (2,)}
+    constraint = SpanConstraint(passage_of("a<e>b<s>a"), 4, (1,), END)
+    assert constraint.allowed().tolist() == [END]
 
 
 @pytest.mark.parametrize(
-    ("params", "changes", "says"),
+    ("text", "changes", "says"),
     [
+        ("abcd", {}, "extract has 4 characters; allowed: 3, which is this server's max_passage"),
         (
-            {"extract": "abcabc"},
-            {},
-            "extract: 6 characters are not allowed; allowed: 5, which the server's option",
+            "abc",
+            {"structured": True},
+            "extract does not go with structured_outputs (response_format): the passage",
         ),
-        ({"extract": "ab"}, {"ignores_end": True}, "extract does not go with ignore_eos=True"),
-        ({"extract": "ab"}, {"structured": True}, "extract does not go with structured_outputs"),
+        ("abc", {"min_tokens": 3}, "min_tokens=3"),
     ],
 )
-def test_requests_that_are_refused(params: dict[str, Any], changes: dict[str, Any], says: str) -> None:
-    options = ExtractOptions(max_passage=5)
-    problem = ExtractRule.problem(options, ExtractParams(**params), replace(ASKED, **changes))
+def test_requests_that_cannot_be(text: str, changes: dict[str, Any], says: str) -> None:
+    options = ExtractOptions(max_passage=3)
+    problem = ExtractRule.problem(options, params(text, 4), replace(ASKED, **changes))
     assert problem is not None
     assert says in problem
-    assert ExtractRule.problem(options, ExtractParams(extract="ab"), ASKED) is None
+    assert ExtractRule.problem(options, params("abc", 4), ASKED) is None
 
 
-def toy_model(seed: int) -> Any:
-    """Log-probabilities of all tokens behind a prefix."""
-
-    def log_p(prefix: tuple[int, ...]) -> Any:
-        logits = np.random.default_rng([seed, *prefix]).normal(0, 2, WORDS.size)
-        return logits - np.log(np.exp(logits).sum())
-
-    return log_p
+def model(prefix: Tokens, peak: float = 3.0) -> Float64:
+    """Log-probabilities behind a prefix."""
+    logits = np.random.default_rng([7, *prefix]).normal(size=VOCAB) * peak
+    result: Float64 = logits - np.log(np.exp(logits).sum())
+    return result
 
 
-@given(PASSAGES, st.integers(0, 1000), st.integers(1, 5), st.integers(1, 5))
-@settings(deadline=None, max_examples=80)
-def test_the_likeliest_span_is_that_of_all(passage: str, seed: int, most: int, width: int) -> None:
-    log_p = toy_model(seed)
-    asked: list[tuple[int, ...]] = []
+def look_up(questions: Sequence[Question]) -> list[list[float]]:
+    return [model(question.tokens)[question.wanted].tolist() for question in questions]
 
-    def score(prefixes: Sequence[tuple[int, ...]], ids: Sequence[Any]) -> list[Any]:
-        asked.extend(prefixes)
-        assert len(prefixes) <= width
-        return [log_p(prefix)[its] for prefix, its in zip(prefixes, ids, strict=True)]
 
-    rule = ExtractRule.from_options(ExtractOptions(), WORDS)
-    found = exact_extract.likeliest(rule.passage(passage), END, most, score, width)
-    scores = {
-        span: sum(log_p(span[:n])[token] for n, token in enumerate((*span, END)))
-        for span in spans(passage, most)
+def score_of(span: Tokens, normalize: bool) -> float:
+    whole = (*span, END)
+    logprob = sum(float(model(whole[:n])[token]) for n, token in enumerate(whole))
+    return logprob / len(whole) if normalize else logprob
+
+
+@given(TEXTS, st.integers(1, 12), st.booleans(), st.integers(1, 5))
+@settings(deadline=None, max_examples=150)
+def test_search_finds_the_best_of_all(text: str, longest: int, normalize: bool, width: int) -> None:
+    every = spans(text, longest)
+    found = search(look_up, passage_of(text), END, longest, normalize, width)
+    if not every:
+        assert found is None
+        return
+    assert found is not None
+    assert found.tokens in every
+    assert found.score == pytest.approx(max(score_of(span, normalize) for span in every))
+    assert found.score == pytest.approx(score_of(found.tokens, normalize))
+
+
+@given(st.integers(1, VOCAB - 1), st.integers(1, 6), st.booleans(), st.integers(1, 4))
+@settings(deadline=None, max_examples=60)
+def test_matrices_and_search_agree(num_tokens: int, longest: int, normalize: bool, rows: int) -> None:
+    tokens = np.random.default_rng(num_tokens).permutation(VOCAB - 1)[:num_tokens].astype(np.int32)
+    losses, ends = np.full((2, num_tokens, longest), np.inf)
+    for start, last in itertools.product(range(num_tokens), range(longest)):
+        if start + last < num_tokens:
+            before = tuple(tokens[start : start + last].tolist())
+            token = int(tokens[start + last])
+            losses[start, last] = -model(before)[token]
+            ends[start, last] = -model((*before, token))[END]
+    best = best_span(losses, ends, normalize)
+    passage = Passage(tokens, {})
+    found = search(look_up, passage, END, longest, normalize)
+    assert found is not None
+    assert found.tokens == tuple(tokens[best.start : best.start + best.length].tolist())
+    assert found.score == pytest.approx(-best.score)
+    # The rows may come in parts.
+    parts = {
+        i: best_span(losses[i : i + rows], ends[i : i + rows], normalize) for i in range(0, num_tokens, rows)
     }
-    assert found.log_probability == pytest.approx(max(scores.values()), abs=1e-9)
-    assert scores[found.tokens] == pytest.approx(found.log_probability, abs=1e-9)
-    assert len(set(asked)) == len(asked) == found.rows
-    # A shorter limit takes longer spans away and nothing else.
-    if len(found.tokens) < most:
-        shorter = exact_extract.likeliest(rule.passage(passage), END, most - 1, score, width)
-        assert shorter[:2] == found[:2]
+    first, part = min(parts.items(), key=lambda each: each[1].score)
+    assert part._replace(start=first + part.start) == best
+    # Fewer columns leave out longer spans and nothing else.
+    for most in range(1, longest + 1):
+        scores = {
+            (i, j + 1): (losses[i, : j + 1].sum() + ends[i, j]) / (j + 2 if normalize else 1)
+            for i, j in itertools.product(range(num_tokens), range(most))
+        }
+        short = best_span(losses[:, :most], ends[:, :most], normalize)
+        assert short.score == pytest.approx(min(scores.values()))
+        assert short.score == pytest.approx(scores[short.start, short.length])
 
 
-def test_the_search_leaves_out_what_cannot_win() -> None:
-    passage = Passage(np.arange(100, dtype=np.int32), np.full(100, -1, dtype=np.int32))
+def test_matrices_by_hand() -> None:
+    losses = np.array([[1.0, 0.1], [2.0, 0.1], [0.5, np.inf]])
+    ends = np.array([[9.0, 0.3], [0.2, 5.0], [1.2, 0.0]])  # the end behind the span's last token
+    assert best_span(losses, ends) == pytest.approx((0, 2, 1.4))
+    assert best_span(losses[:, :1], ends[:, :1]) == pytest.approx((2, 1, 1.7))
+    assert best_span(losses, ends, normalize=True) == pytest.approx((0, 2, 1.4 / 3))
+    ends[0, 1] = 0.8  # 1.9 in all, which is less than 1.7 a token
+    assert best_span(losses, ends) == pytest.approx((2, 1, 1.7))
+    assert best_span(losses, ends, normalize=True) == pytest.approx((0, 2, 1.9 / 3))
 
-    def score(prefixes: Sequence[tuple[int, ...]], ids: Sequence[Any]) -> list[Any]:
-        """Sure of what it says: 40, then the end."""
-        wanted = [40 if not prefix else 100 for prefix in prefixes]
-        return [np.where(its == token, -0.1, -9.0) for its, token in zip(ids, wanted, strict=True)]
 
-    found = exact_extract.likeliest(passage, 100, 20, score, 1)
-    assert found.tokens == (40,)
-    assert found.rows == 2  # of 1,811 prefixes of spans
+def test_search_leaves_out_what_cannot_win() -> None:
+    """A model that is sure of one span of 200 tokens: little more than the beginnings of that are opened."""
+    passage = passage_of("ba b" * 50)
+    path = (2, 1, 4)
+    opened = []
+    one = Search(passage, END, 60, width=1)
+    while questions := one.ask():
+        answers = []
+        for question in questions:
+            opened.append(question.tokens)
+            following = dict(zip([(), (2,), (2, 1), path], [*path, END], strict=True))
+            sure = following.get(question.tokens)
+            answers.append([-0.01 if token == sure else -6.0 for token in question.wanted.tolist()])
+        one.tell(questions, answers)
+    assert one.found is not None
+    assert one.found.tokens == path
+    assert opened == [(), (2,), (2, 1), path]
+
+
+def test_no_chance_at_all() -> None:
+    assert search(lambda qs: [[-np.inf] * len(q.wanted) for q in qs], passage_of("ab"), END, 4) is None
+    assert search(look_up, passage_of("<s><e>"), END, 4) is None

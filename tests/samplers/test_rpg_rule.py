@@ -1,150 +1,203 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rule rpg: what counts as a copy, beside brute force; which tokens it touches, and how much."""
+"""Rule rpg: its lexer, the repetition it finds beside all blocks tried, and what it does to rows."""
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
-from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from helpers import ASKED
-from hypothesis import example, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
-from pydantic import ValidationError
 
-from vllm_ext.samplers.base import Row, open_code
-from vllm_ext.samplers.rpg import NEWLINE, RpgOptions, RpgParams, RpgRule, classes, repeated
+from vllm_ext.kernels import repeats
+from vllm_ext.kernels.repeats import NO_LINE
+from vllm_ext.samplers import lexer
+from vllm_ext.samplers.base import Row
+from vllm_ext.samplers.lexer import NAME, NEWLINE, NUMBER, OPEN, STRING
+from vllm_ext.samplers.rpg import RpgOptions, RpgParams, RpgRule, repeat_of
 
-END = 7
-PIECES = (b"elif", b" elif", b"x", b" else", b" 1", b"\n    ", b"return", b"", b"if", b" if")
+WORDS = b"if elif else return for in x y foo 1 2 == = : ( ) [ ] , ; \" ' 'a' + #".split()
+PIECES = [b"", *WORDS, *(b" " + word for word in WORDS)]
+PIECES += [b"\n", b"    ", b"elif(", b"iffy", b'f"', b"\n\n", b" ", b"eli", b"f"]
+END = 0
 
 
-class Bytes:
-    """Then each byte as a token, so that a test may write any output."""
-
-    pieces = (*PIECES, *(bytes([value]) for value in range(128)))
-    size = len(pieces)
+class Toy:
+    size = len(PIECES)
+    pieces = PIECES
 
     def encode(self, text: str) -> list[int]:
-        return [len(PIECES) + value for value in text.encode()]
+        """The longest piece each time."""
+        names = sorted((piece.decode() for piece in PIECES if piece), key=len, reverse=True)
+        return [PIECES.index(part.encode()) for part in re.findall("|".join(map(re.escape, names)), text)]
 
 
-BYTES = Bytes()
-ARM = "elif x == {}:\n    return '{}'\n"
-
-
-def row(text: str, gamma: float = 2.0, count: int = 2) -> Row:
-    return Row([1], BYTES.encode(text), END, RpgParams(rpg=gamma, rpg_count=count), ASKED)
-
-
-def penalties(text: str, **given: Any) -> dict[bytes, float]:
-    """What was taken from which tokens."""
-    rule = RpgRule.from_options(RpgOptions(), BYTES)
-    before = torch.randn(1, BYTES.size)
+def changed(text: str, gamma: float = 1.0, count: int = 2, window: int = 1024) -> dict[bytes, float]:
+    """What a row behind a text loses, by piece."""
+    output = Toy().encode(text)
+    assert b"".join(PIECES[token] for token in output) == text.encode()
+    rule = RpgRule.from_options(RpgOptions(window=window), Toy())
+    before = torch.randn(3, len(PIECES))
     after = before.clone()
-    rule.apply(after, [row(text, **given)])
-    taken = (before - after)[0]
-    return {BYTES.pieces[i]: float(taken[i]) for i in taken.nonzero().flatten().tolist()}
+    rows = [Row([5], tokens, END, RpgParams(rpg=gamma, rpg_count=count), ASKED) for tokens in ([], output)]
+    rows.append(Row([5], [*output, END, *output], END, RpgParams(rpg=gamma, rpg_count=count), ASKED))
+    rule.apply(after, rows)
+    assert torch.equal(before[[0, 2]], after[[0, 2]])  # behind nothing, and behind the end
+    lost = (before - after)[1]
+    return {PIECES[token]: float(lost[token]) for token in (before != after)[1].nonzero().flatten().tolist()}
 
 
-def test_classes() -> None:
-    code = 'def f(a_1, *b):  # note\n\n    return a_1 + "x\\"y" + 0x1F // 2\nfor'
-    assert list(classes(code)) == [
-        *("def", "word", "(", "word", ",", "*", "word", ")", ":", NEWLINE),
-        *("return", "word", "+", "string", "+", "number", NEWLINE, "for"),
-    ]
-    assert list(classes('"""a\n"b"\n""" /* c\n */ \'d\'')) == ["string", "string"]
+def symbols_of(text: str) -> list[int]:
+    return list(lexer.lex(text.encode()).symbols.tobytes())
 
 
-def slowly_repeated(sequence: Sequence[str], least: int) -> tuple[Sequence[str], int]:
-    """As `repeated`, by trying all."""
-    best: tuple[int, int, int] = (0, 0, 0)
-    length = len(sequence)
-    for period in range(1, length + 1):
-        start = length - period
-        while start > 0 and sequence[start - 1] == sequence[start - 1 + period]:
-            start -= 1
-        block = sequence[length - period :]
-        if NEWLINE in block:
-            starts = [i for i in range(start, length) if i == 0 or sequence[i - 1] == NEWLINE]
-            if not starts:
-                continue
-            start = starts[0]
-        copies, rest = divmod(length - start, period)
-        if not rest and copies >= least and {"word", "number", "string"} & set(block):
-            best = max(best, (copies * period, -period, copies))
-    return (sequence[length + best[1] :], best[2]) if best[2] else ((), 0)
+CHAIN = "if x == 1:\n    return foo\n"
 
 
-@given(st.lists(st.sampled_from(["word", "if", NEWLINE]), max_size=24), st.integers(2, 3))
-@settings(deadline=None, max_examples=300)
-@example(["word", NEWLINE] * 6, 2)
-@example(["if", "word", "word", NEWLINE, "word", "word", NEWLINE], 2)
-@example([")", ")", ")"], 2)
-def test_copies_beside_brute_force(sequence: list[str], least: int) -> None:
-    assert repeated(sequence, least) == slowly_repeated(sequence, least)
+def chain(copies: int) -> str:
+    return CHAIN + "".join(f"elif {'xy'[n % 2]} == {1 + n % 2}:\n    return foo\n" for n in range(copies))
 
 
-def test_nothing_that_repeats_nothing_changes() -> None:
-    for text in ("", "x = 1\n", "def f(a):\n    return a\n", ARM.format(1, "a")):
-        assert penalties(text) == {}
+def test_each_copy_makes_the_next_one_harder() -> None:
+    assert changed(chain(0)) == {}
+    assert changed(chain(1)) == {}
+    losses = [changed(chain(copies), gamma=1.5) for copies in range(2, 6)]
+    for copies, lost in enumerate(losses, 2):
+        assert set(lost) == {b"elif", b" elif", b"elif("}
+        for value in lost.values():
+            assert value == pytest.approx(1.5 * math.log(1 + copies), abs=1e-5)
+    assert changed(chain(3), count=4) == {}
+    assert set(changed(chain(4), count=4)) == set(losses[0])
 
 
-@pytest.mark.parametrize("copies", [2, 3, 5])
-def test_a_chain_is_damped_the_more_the_longer_it_is(copies: int) -> None:
-    """Whatever its arms say. Other keywords are as they were."""
-    chain = "".join(ARM.format(i * 7, "abc"[: i % 3]) for i in range(copies))
-    taken = penalties("if x:\n    y\n" + chain)
-    assert set(taken) == {b"elif", b" elif"}
-    assert list(taken.values()) == pytest.approx([2.0 * math.log(1 + copies)] * 2, abs=1e-5)
-    assert penalties(chain, count=copies + 1) == {}
-
-
-def test_only_where_another_copy_would_begin() -> None:
-    chain = ARM.format(1, 2) * 3
-    for cut in range(1, len(ARM.format(1, 2))):
-        assert penalties(chain[:-cut]) == {}, chain[:-cut]
-    assert penalties(chain + "el") == {}
-
-
-def test_the_same_letters_in_other_classes_are_no_copy() -> None:
-    assert penalties("f(a, b)\nf(c, d)\n") != {}
-    assert penalties("f(a, b)\nf('c', d)\n") == {}
-
-
-def test_behind_a_word_only_a_space_opens_another() -> None:
-    """One line's blocks have no line to begin behind."""
-    taken = penalties("1 x 1 x")
-    assert b" 1" in taken
-    assert b"1" not in taken
-    assert b"1" in penalties("1, 1,")
-
-
-def test_masks_stay_and_windows_are_windows() -> None:
-    rule = RpgRule.from_options(RpgOptions(window=60), BYTES)
-    logits = torch.full((2, BYTES.size), -torch.inf)
-    logits[:, 2] = 1.0
-    rule.apply(logits, [row(ARM.format(1, 2) * 3), row("x = 1\n")])
-    assert torch.isfinite(logits).sum() == 2
-    seen = torch.zeros(1, BYTES.size)
-    rule.apply(seen, [row(ARM.format(1, 2) * 9)])
-    # Two whole copies are in the last 60 characters.
-    assert seen[0, 0].item() == pytest.approx(-2.0 * math.log(3), abs=1e-5)
-
-
-def test_code_in_fences() -> None:
-    chain = ARM.format(1, 2) * 3
-    assert open_code("a ``` b ```") is None
-    assert penalties("Here it is:\n```python\n" + chain) != {}
-    assert penalties("```python\n" + chain + "```\n" + chain) == {}
+def test_only_where_a_copy_opens() -> None:
+    """Of all rows of a chain."""
+    tokens = Toy().encode(chain(5))
+    for end in range(len(tokens) + 1):
+        text = b"".join(PIECES[token] for token in tokens[:end]).decode()
+        opens = any(chain(copies) == text for copies in range(2, 6))
+        assert bool(changed(text)) == opens, text
 
 
 @pytest.mark.parametrize(
-    "given", [{"rpg": 0.0}, {"rpg": -1.0}, {"rpg": 1.0, "rpg_count": 1}, {"rpg_count": 2}]
+    ("text", "pieces"),
+    [
+        ("x = 1\ny = 2\n", {b"x", b"foo", b"eli", b"iffy", b" x"}),  # other names and numbers
+        ("x = foo(1)\nx = foo(2) # y\n\n# 1\n", {b"y", b" foo"}),  # comments and empty lines do not count
+        ("x = [1, 2,", {b"1", b" 2"}),  # in one line, from where the run begins
+        ("    x = 1\n    x = 1\n    ", {b"x", b" x"}),  # a line has begun
+        ("for x in y for foo in x", {b" for"}),  # "for" would go on with the word
+        ("\"\n'a' + 'a' +", {b"'a'"}),  # a quotation mark that nothing closes ends with its line
+        ("'a', 'a',", {b"'a'", b" '", b'f"', b'"'}),
+    ],
 )
-def test_params_that_make_no_sense(given: dict[str, Any]) -> None:
-    with pytest.raises(ValidationError):
-        RpgParams(**given)
-    assert RpgRule.problem(RpgOptions(), RpgParams(rpg=1.0), ASKED) is None
+def test_blocks_and_what_opens_them(text: str, pieces: set[bytes]) -> None:
+    found = changed(text)
+    assert pieces <= set(found)
+    if text.startswith("for"):
+        assert set(found) == pieces
+    assert not {b"=", b" =", b"\n", b"    ", b" "} & set(found)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "x = 1\n'x = 1'\n",  # the same characters, once as a string
+        "x = 1\nx = foo\n",  # a name where a number was
+        "if x = 1\nelif x = 1\n",  # keywords differ
+        "x y foo x y foo",  # names in a row are prose
+        "))))",
+        "x = 1\nx = 1\n#",  # in a comment
+        'x = 1\nx = 1\n"',  # in a string
+        "x = 1\nx = 1",  # more of the number may come, and the line's end
+    ],
+)
+def test_what_is_no_repetition(text: str) -> None:
+    assert changed(text) == {}
+
+
+def test_masked_tokens_stay_masked_and_no_others_are() -> None:
+    rule = RpgRule(Toy(), 1024)
+    logits = torch.zeros(1, len(PIECES))
+    logits[0, PIECES.index(b"elif")] = -torch.inf
+    output = Toy().encode(chain(3))
+    rule.apply(logits, [Row([], output, END, RpgParams(rpg=100.0), ASKED)])
+    assert torch.isinf(logits).sum() == 1
+    assert logits[0, PIECES.index(b" elif")] < -100
+
+
+def test_the_window_begins_with_a_line() -> None:
+    long = chain(9)
+    assert changed(long)[b"elif"] == pytest.approx(math.log(10), abs=1e-5)
+    per_copy = len(Toy().encode(chain(9))) - len(Toy().encode(chain(8)))
+    # Four copies and a part of a line, which is cut off.
+    assert changed(long, window=4 * per_copy + 3)[b"elif"] == pytest.approx(math.log(5), abs=1e-5)
+
+
+def brute_force(
+    symbols: Sequence[int], indents: Sequence[int], shortest: int, copies: int
+) -> tuple[int, int]:
+    """All periods, all starts."""
+    num, best = len(symbols), (0, 0)
+    for period in range(max(shortest, 1), num):
+        start = num - period
+        while start > 0 and symbols[start - 1] == symbols[start - 1 + period]:
+            start -= 1
+        if NEWLINE in symbols[num - period :]:
+            lines = [place for place in range(start, num) if indents[place] != NO_LINE]
+            if not lines:
+                continue
+            start = min(lines, key=lambda place: (indents[place], place))
+        found, rest = divmod(num - start, period)
+        if rest == 0 and found >= copies and found * period > best[0] * best[1]:
+            best = period, found
+    return best
+
+
+@given(
+    st.lists(st.sampled_from([1, 2, NEWLINE]), max_size=14),
+    st.lists(st.sampled_from([1, 2, NEWLINE]), max_size=4),
+    st.integers(1, 4),
+    st.lists(st.sampled_from([NO_LINE, 0, 0, 4]), min_size=30, max_size=30),
+    st.integers(1, 4),
+    st.integers(2, 4),
+)
+@settings(deadline=None, max_examples=400)
+def test_repetitions(
+    head: list[int], block: list[int], times: int, marks: list[int], shortest: int, copies: int
+) -> None:
+    symbols = head + block * times
+    indents = marks[: len(symbols)]
+    arrays = np.array(symbols, dtype=np.uint8), np.array(indents, dtype=np.int32)
+    found = repeats.longest(*arrays, NEWLINE, shortest, copies)
+    assert found == brute_force(symbols, indents, shortest, copies)
+
+
+def test_classes_of_a_text() -> None:
+    assert symbols_of("x = 'a' + f\"b\\\"\" + 1.5e3\n") == [
+        NAME, ord("="), STRING, ord("+"), STRING, ord("+"), NUMBER, NEWLINE,
+    ]  # fmt: skip
+    assert symbols_of('x = """a\n\nb""" + 1\n') == [NAME, ord("="), STRING, ord("+"), NUMBER, NEWLINE]
+    assert symbols_of("a /* b\nc */\n// d\ne") == [NAME, NEWLINE, NAME]
+    assert symbols_of('x = """a\n') == [NAME, ord("="), OPEN]
+    assert symbols_of("caf\u00e9 0xFFu") == [NAME, NUMBER]
+    assert symbols_of("a") != symbols_of("if") != symbols_of("elif") != symbols_of("==") != symbols_of("=")
+    code = lexer.lex(b"a\n\n  b '''\nc\n''' d\n\t\te\n")
+    assert code.indents[code.indents != NO_LINE].tolist() == [0, 2, 2]
+    assert [int(symbol) for symbol in code.symbols[code.indents != NO_LINE]] == [NAME] * 3
+
+
+@given(st.text(alphabet="a1'\"`/*#\\\n (=", max_size=40))
+@settings(deadline=None, max_examples=200)
+def test_any_text_has_classes(text: str) -> None:
+    code = lexer.lex(text.encode())
+    lines = code.indents != NO_LINE
+    # A line starts behind each line's end, and nowhere else.
+    assert (lines[1:] == (code.symbols[:-1] == NEWLINE)).all()
+    assert not len(lines) or lines[0]
+    repeat_of(code, 2)

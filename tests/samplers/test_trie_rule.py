@@ -141,7 +141,7 @@ def test_files_that_cannot_be_used_are_refused(tmp_path: Path) -> None:
         (
             "toy",
             {"ignores_end": True, "min_tokens": 3},
-            "not go with ignore_eos=True nor min_tokens=3: it says",
+            "not go with ignore_eos=True nor min_tokens=3: the set says",
         ),
         ("toy", {"lists_tokens": True}, "allowed_token_ids or bad_words"),
     ],

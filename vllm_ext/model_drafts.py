@@ -83,11 +83,6 @@ class ModelDrafts:
         return 0 <= self._left < REST and self._resting > 0
 
     @property
-    def watches(self) -> bool:
-        """Whether all exits were asked in this step, drafts or not."""
-        return self.early_exit is not None and self.early_exit.watched
-
-    @property
     def early_exit(self) -> EarlyExit | None:
         """The passes, if they are an early exit's."""
         return self.passes if isinstance(self.passes, EarlyExit) else None

@@ -20,7 +20,7 @@ from vllm_ext.draft_export import TOP_K, Export
 from vllm_ext.grammars import Grammar, Grammars, Masks, in_worker
 from vllm_ext.kernels.top_k import top_k_ids
 from vllm_ext.model_drafts import ModelDrafts
-from vllm_ext.proposers.base import Proposer, Request, Sampling, VerifiedRows, chains_where_asked
+from vllm_ext.proposers.base import Request, Sampling, VerifiedRows, chains_where_asked
 from vllm_ext.proposers.budget import GoodputBudget
 from vllm_ext.proposers.draft_model import DraftModelOptions, DraftModelProposer
 from vllm_ext.proposers.sampled import ASKED_PER_NODE
@@ -71,8 +71,6 @@ class Drafter:
             settings.own_options,
             lambda counter: self._count({counter: 1}),
         )
-        # Whether anybody is to be told of verified rows.
-        self._learns = self._exports or type(self.proposer).observe is not Proposer.observe
         self._sampling: dict[str, Sampling] = {}  # by request id; its keys are the requests started
         self._top: tuple[Int32, Float32] | None = None  # of this step's rows, from `tap` to `step`
         self._log_total: Float32 | None = None
@@ -343,13 +341,13 @@ class Drafter:
         num_emitted, num_steps = sum(map(len, sampled)), sum(map(bool, sampled))
         self._count({"spec_emitted_tokens": num_emitted, "spec_steps": num_steps})
         drafts = self.model_drafts
-        if trees.has_no_drafts and not self._learns and drafts is not None and not drafts.watches:
-            return  # such steps are to cost what plain's do
+        if trees.has_no_drafts and drafts is not None and not self._exports:
+            return  # nothing to learn from, and such steps are to cost what plain's do
         # Where a prompt has one token that is not cached vLLM fills its rows up, as if it had drafts.
         real = trees.tokens >= 0
         num_rows = np.add.reduceat(real, trees.row_start[:-1], dtype=np.int32)
         top, self._top = self._top, None
-        if self._learns and (top is not None or not self.proposer.verified_top_k):
+        if top is not None or not self.proposer.verified_top_k:
             accepted = trees.parents < 0
             for start, path, tokens in zip(trees.row_start.tolist(), trees.accepted, sampled, strict=False):
                 accepted[[start + row for row in path[: len(tokens)]]] = True

@@ -11,6 +11,7 @@ Source: STATIC, arXiv 2602.22647, whose masks serve beam search; here they serve
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -32,6 +33,11 @@ from vllm_ext.samplers.base import (
     contradiction,
     rows_by,
 )
+
+# States with more edges have their masks kept, the first levels' then, where most answers part: copying one of 49,152
+# tokens takes as long as setting some hundred bits.
+WIDE = 512
+WIDE_MASKS = 4096  # 6 kB each
 
 
 class TrieOptions(RuleOptions):
@@ -67,6 +73,7 @@ class TrieRule(Rule):
     def __init__(self, tries: Mapping[str, Trie], vocab_size: int) -> None:
         self._tries = tries
         self._words = -(-vocab_size // 32)  # of a mask
+        self._wide_mask = functools.lru_cache(WIDE_MASKS)(self._fill_one)
 
     @classmethod
     def from_options(cls, options: TrieOptions, vocabulary: Vocabulary) -> TrieRule:
@@ -105,11 +112,30 @@ class TrieRule(Rule):
                 dtype=np.int32,
             )
             masks = np.empty((len(places), self._words), dtype=np.int32)
-            kernel.fill_masks(self._tries[name], states, end, masks)
+            wide = np.flatnonzero(self._num_edges(name, states) > WIDE)
+            if len(wide):
+                narrow = states.copy()
+                narrow[wide] = DEAD  # nothing to fill
+                kernel.fill_masks(self._tries[name], narrow, end, masks)
+                for row in wide.tolist():
+                    masks[row] = self._wide_mask(name, int(states[row]), end)
+            else:
+                kernel.fill_masks(self._tries[name], states, end, masks)
             # Never reached by tokens that were drawn from these masks; should it be, the request ends.
             masks.view(np.uint32)[states == DEAD, end >> 5] = 1 << (end & 31)
             if places:
                 mask_rows(logits, places, torch.from_numpy(masks))
+
+    def _num_edges(self, name: str, states: Int32) -> Int32:
+        first_edge = self._tries[name].first_edge
+        edges: Int32 = first_edge[np.maximum(states, 0) + 1] - first_edge[np.maximum(states, 0)]
+        return np.where(states == DEAD, 0, edges)
+
+    def _fill_one(self, name: str, state: int, end: int) -> Int32:
+        masks = np.empty((1, self._words), dtype=np.int32)
+        kernel.fill_masks(self._tries[name], np.array([state], dtype=np.int32), end, masks)
+        one: Int32 = masks[0]
+        return one
 
     def constraint(self, row: Row) -> TrieConstraint | None:
         """See the base class."""

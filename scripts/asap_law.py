@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections import Counter
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,7 @@ def pattern() -> str:
     return "|".join(answer.replace(".", r"\.") for answer in ANSWERS)
 
 
-def own_law(llm: Any, prompt: list[int]) -> Counter[str]:
+def own_law(llm: Any, prompt: list[int]) -> dict[str, float]:
     """The model's probability of each answer, however it is spelled; spellings below `LEAST` are left out."""
     from vllm import SamplingParams
 
@@ -42,7 +42,7 @@ def own_law(llm: Any, prompt: list[int]) -> Counter[str]:
     tokenizer = llm.get_tokenizer()
     end = tokenizer.eos_token_id
     grammars = Grammars(ModelVocabulary.of(llm.llm_engine.model_config))
-    own: Counter[str] = Counter()
+    own: dict[str, float] = defaultdict(float)
     beginnings: dict[tuple[int, ...], float] = {(): 1.0}
     while beginnings:
         ids = {}

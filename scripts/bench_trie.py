@@ -116,7 +116,12 @@ def decode_step(batch_size: int) -> float:
 
     from vllm_ext import demo_model
 
-    llm = LLM(str(demo_model.ensure_model()), max_model_len=256, max_num_seqs=batch_size)
+    llm = LLM(
+        str(demo_model.ensure_model()),
+        max_model_len=256,
+        max_num_seqs=batch_size,
+        kv_cache_memory_bytes=1 << 29,
+    )
     prompts = [f"Write about the number {number}." for number in range(batch_size)]
     differences = []
     for _ in range(5):

@@ -12,11 +12,12 @@ import numpy as np
 import pytest
 import torch
 from helpers import ASKED
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from vllm_ext.kernels import trie, trie_ref
 from vllm_ext.kernels.trie import NO_TOKEN, Trie
+from vllm_ext.samplers import trie as trie_rule
 from vllm_ext.samplers import trie_file
 from vllm_ext.samplers.base import Row
 from vllm_ext.samplers.trie import TrieConstraint, TrieOptions, TrieParams, TrieRule
@@ -39,9 +40,15 @@ def prefixes_of(sequences: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
     return sorted({tuple(sequence[:n]) for sequence in sequences for n in range(len(sequence) + 1)})
 
 
+@pytest.mark.parametrize("wide", [0, 2, 512])
 @given(SEQUENCES, SEQUENCES)
-@settings(deadline=None, max_examples=50)  # the first call compiles
-def test_rows_keep_what_the_set_allows(one: list[list[int]], two: list[list[int]]) -> None:
+@settings(
+    deadline=None, max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)  # the first call compiles
+def test_rows_keep_what_the_set_allows(
+    monkeypatch: pytest.MonkeyPatch, wide: int, one: list[list[int]], two: list[list[int]]
+) -> None:
+    monkeypatch.setattr(trie_rule, "WIDE", wide)
     rule = TrieRule({"one": build(one), "two": build(two)}, VOCAB)
     rows, expected = [], []
     for name, sequences in (("one", one), ("two", two)):

@@ -83,6 +83,10 @@ class AsapRule(LearningRule):
         """See the base class."""
         return cls(options, vocabulary)
 
+    def warm_up(self) -> None:
+        """See the base class."""
+        self._grammars.warm_up()
+
     @classmethod
     def problem(cls, options: AsapOptions, params: AsapParams, asked: Asked) -> str | None:
         """See the base class."""

@@ -74,7 +74,8 @@ class AwrsRule(Rule):
     def __init__(self, checks: Mapping[str, Check], vocabulary: Vocabulary) -> None:
         self._checks, self._vocabulary = checks, vocabulary
         self._grammars = grammar.Grammars(vocabulary)
-        self._unseeded = RandomChance(np.random.default_rng())
+        # The same in all ranks of a model, each of which draws for itself.
+        self._unseeded = RandomChance(np.random.default_rng(NOISE))
 
     @classmethod
     def from_options(cls, options: AwrsOptions, vocabulary: Vocabulary) -> AwrsRule:
@@ -89,6 +90,10 @@ class AwrsRule(Rule):
         """See the base class; imports the checks."""
         for name, where in options.checks.items():
             load_function(f"checks.{name}", where)
+
+    def warm_up(self) -> None:
+        """See the base class."""
+        self._grammars.warm_up()
 
     @classmethod
     def problem(cls, options: AwrsOptions, params: AwrsParams, asked: Asked) -> str | None:

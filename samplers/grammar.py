@@ -114,6 +114,10 @@ class Grammars:
         self._kept: OrderedDict[tuple[Any, ...], Behind] = OrderedDict()
         self._compiled = functools.lru_cache(COMPILED)(self._compile)
 
+    def warm_up(self) -> None:
+        """Read the vocabulary, which takes a second or two."""
+        _ = self._compiler
+
     def behind(self, kind: Kind, source: str, end: int, prefix: Sequence[int]) -> Behind | None:
         """A grammar behind a prefix, for reading: what is taken must be rolled back. None where it forbids one.
 

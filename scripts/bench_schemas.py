@@ -6,7 +6,7 @@
 
 A line of the file is one of JSONSchemaBench's: ``category``, ``schema`` and ``tests``. Each method has an engine of its
 own, one after the other; answers are greedy, and the first method's are what the others are compared with. Tokens per
-step depend on no clock: budgets are fixed. There is no grammar backend but xgrammar: what that refuses is counted.
+step depend on no clock: budgets are fixed. There is one grammar backend: what that refuses is counted.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def answers_of(
         max_model_len=2048,
         max_num_seqs=arguments.batch_size,
         disable_log_stats=False,
-        structured_outputs_config={"backend": "xgrammar"},
+        structured_outputs_config={"backend": arguments.backend},
         kv_cache_memory_bytes=1 << 29,
     )
     tokenizer, engine = llm.get_tokenizer(), llm.llm_engine
@@ -158,6 +158,7 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=256)
     parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--backend", default="xgrammar")
     arguments = parser.parse_args()
     model = str(demo_model.ensure_model())
     taken: Counter[str] = Counter()

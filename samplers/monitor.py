@@ -120,6 +120,8 @@ class MonitorRule(Rule):
             if ids is not None:
                 index = torch.from_numpy(ids).long().to(logits.device)
                 allowed = logits[place, index]
+                if bool((allowed == -torch.inf).all()):
+                    continue  # something else, such as allowed_token_ids, has forbidden all of them
                 logits[place] = -torch.inf
                 logits[place, index] = allowed
 
@@ -145,12 +147,23 @@ class MonitorRule(Rule):
     def _code(self, row: Row) -> str | None:
         """The code that a row stands behind; None in prose. A fence in the output begins anew, behind the context."""
         output, before = self._text(row.output), row.params.monitor_context
-        code = open_code(output)
+        code = open_code(output, row.params.monitor)
         if code is None:
             return None
+        if before is None and "```" not in output and self._is_conversation(row.prompt):
+            return None
         if before is None:
-            before = "" if "```" in output else open_code(self._text(row.prompt)) or ""
+            before = "" if "```" in output else open_code(self._text(row.prompt), row.params.monitor) or ""
         return f"{before}{code}"
+
+    def _is_conversation(self, prompt: Sequence[int]) -> bool:
+        """Whether a special token stands behind text: what has no fence there is prose, which "a list." may end."""
+        special = False
+        for token in reversed(prompt):
+            if special and self._vocabulary.pieces[token]:
+                return True
+            special |= not self._vocabulary.pieces[token]
+        return False
 
     def _text(self, tokens: Sequence[int]) -> str:
         return text_of(self._vocabulary, tokens).decode(errors="replace")
@@ -204,11 +217,19 @@ def _all(options: MonitorOptions) -> dict[str, str]:
     return {"python": PYTHON, **options.monitors}
 
 
-def open_code(text: str) -> str | None:
-    """What stands in the last fence (```) of a text if that is open; all of a text without fences; else None."""
+def open_code(text: str, monitor: str) -> str | None:
+    """What stands in the last fence (```) of a text if that is open; all of a text without fences; else None.
+
+    None too where the fence names a language that is neither Python nor the monitor's name.
+    """
     before, fence, code = text.rpartition("```")
     if not fence:
         return text
-    if before.count("```") % 2:
-        return None
-    return code.partition("\n")[2]  # behind the language's name
+    language, _, code = code.partition("\n")
+    wanted = not language.strip() or language.split()[0].lower() in {
+        "python",
+        "py",
+        "python3",
+        monitor.lower(),
+    }
+    return code if wanted and not before.count("```") % 2 else None

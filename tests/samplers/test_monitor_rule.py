@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -171,6 +173,69 @@ def test_pythons_attributes() -> None:
     assert "gamma" not in attributes(own)
     for nothing in ('x = "a.', "# see math.", "x = 1  # math.", "1.", "unknown.", "class (:\nx."):
         assert not attributes(nothing), nothing
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        # Strings and comments that are not closed.
+        "x = '''\nmath.",
+        'class A:\n    """Makes a list.\n\n    Returns a str.',
+        "f'{str.",
+        "x = r'\\' str.",
+        "x = 1  # 'as a' str.",
+        # Where there may be others.
+        "class A:\n    def go(self):\n        self.",
+        "import argparse\nargs = argparse.ArgumentParser().parse_args()\nargs.",
+        "from types import SimpleNamespace\nx = SimpleNamespace(a=1)\nx.",
+        "x = None\nx.",
+    ],
+)
+def test_where_others_may_exist_nothing_is_known(code: str) -> None:
+    assert not attributes(code)
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "x = 'don\nstr.",
+        'x = "\\"" + \'"\'\nx.',
+        '"""str.\n"""\nstr.',
+        "class A:\n    def __init__(self):\n        self.name = 'a'\n        self.name.",
+    ],
+)
+def test_code_behind_strings_is_code(code: str) -> None:
+    assert "upper" in attributes(code)
+
+
+def test_compiled_modules_are_not_imported_here() -> None:
+    script = (
+        "import sys; from vllm_ext.samplers.python_monitor import attributes; "
+        "assert attributes('import _curses\\n_curses.'); assert '_curses' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True)
+
+
+def test_conversations_have_code_in_fences_only() -> None:
+    rule, _ = rule_of(["name"])
+    special = PIECES.pieces.index(b"")
+    prompt = [special, *PIECES.encode("x"), special, *PIECES.encode("\n")]
+    params = MonitorParams(monitor="names")
+    for text, is_code in (("x.", False), ("```python\nx.", True), ("```js\nx.", False), ("```\nx.", True)):
+        where = Row(prompt, PIECES.encode(text), END, params, ASKED)
+        assert (allowed(rule, where) is not None) == is_code, text
+    completion = Row([special, special, *PIECES.encode("x")], PIECES.encode("."), END, params, ASKED)
+    assert allowed(rule, completion) is not None
+
+
+def test_a_row_is_never_left_with_nothing() -> None:
+    """As where allowed_token_ids has forbidden all names."""
+    rule, _ = rule_of(["name"])
+    logits = torch.full((1, PIECES.size), -torch.inf)
+    logits[0, PIECES.pieces.index(b"(")] = 1.0
+    before = logits.clone()
+    rule.apply(logits, [row("x.")])
+    assert torch.equal(logits, before)
 
 
 def test_the_python_monitor_holds_a_row_to_what_exists() -> None:

@@ -19,6 +19,7 @@ import torch
 from pydantic import Field, model_validator
 
 from vllm_ext.kernels.learned_arrays import Learned, check_array, check_names
+from vllm_ext.kernels.token_mask import keep_tokens
 from vllm_ext.samplers import grammar
 from vllm_ext.samplers.asap import ENTRY_BYTES, ExpectedFuture
 from vllm_ext.samplers.base import Asked, Constraint, LearningRule, Row, RuleOptions, RuleParams, Vocabulary
@@ -52,11 +53,7 @@ class AsapParams(RuleParams):
     asap_regex: str | None = Field(default=None, description=grammar.KINDS["regex"])
     asap_grammar: str | None = Field(default=None, description=grammar.KINDS["grammar"])
 
-    @model_validator(mode="after")
-    def _one(self) -> AsapParams:
-        if len(self.model_fields_set) != 1:
-            raise ValueError(f"{', '.join(sorted(self.model_fields_set))} are too many: give one")
-        return self
+    _only_one = model_validator(mode="after")(grammar.only_one)
 
 
 # Whose answers share what is learnt: prompt, kind of grammar, grammar, temperature, end token.
@@ -104,30 +101,29 @@ class AsapRule(LearningRule):
         with self.lock:
             for place, row in enumerate(rows):
                 if row.end not in row.output:
-                    self._apply(logits[place], row)
+                    self._apply(logits, place, row)
             if self.touch is not None:
                 self.touch()
 
-    def _apply(self, logits: torch.Tensor, row: Row) -> None:
+    def _apply(self, logits: torch.Tensor, place: int, row: Row) -> None:
         given = grammar.grammar_of(row.params, "asap")
         assert given is not None
         temperature = row.asked.temperature
         behind = self._grammars.behind(*given, row.end, row.output)
         ids = np.empty(0, dtype=np.int32) if behind is None else behind.allowed()
-        index = torch.from_numpy(ids).long()
-        p = (logits.double() / temperature).softmax(0).cpu()[index].numpy()
+        p = (logits[place].double() / temperature).softmax(0).cpu().numpy()[ids]
         future = self._future((tuple(row.prompt), *given, temperature, row.end))
         chances = future.chances(row.output, ids, p)
         self._forget()
-        # Where nothing is known it is plain masking, to the last bit; a dead end's answer ends.
-        allowed = logits[index.to(logits.device)]
-        logits.fill_(-torch.inf)
-        if not chances.any():
-            logits[row.end] = 0.0
+        if not chances.any():  # a dead end's answer ends
+            logits[place] = -torch.inf
+            logits[place, row.end] = 0.0
             return
+        # Where nothing is known it is plain masking, to the last bit.
+        keep_tokens(logits, [place], [ids])
         with np.errstate(divide="ignore"):
-            weights = torch.from_numpy(temperature * np.log(chances)).to(allowed)
-        logits[index.to(logits.device)] = allowed + weights
+            weights = torch.from_numpy(temperature * np.log(chances)).to(logits)
+        logits[place, torch.from_numpy(ids).long().to(logits.device)] += weights
 
     def _future(self, key: Key) -> ExpectedFuture:
         if key not in self._futures:

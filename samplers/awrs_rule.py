@@ -8,6 +8,7 @@ the model's own law under the constraint. Greedily it is the likeliest token tha
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 
@@ -26,6 +27,7 @@ from vllm_ext.samplers.base import (
     RuleOptions,
     RuleParams,
     Vocabulary,
+    allows,
     load_function,
     text_of,
 )
@@ -54,11 +56,7 @@ class AwrsParams(RuleParams):
     awrs_grammar: str | None = Field(default=None, description=grammar.KINDS["grammar"])
     awrs_check: str | None = Field(default=None, description="name of a check that the answer passes")
 
-    @model_validator(mode="after")
-    def _one(self) -> AwrsParams:
-        if len(self.model_fields_set) != 1:
-            raise ValueError(f"{', '.join(sorted(self.model_fields_set))} are too many: give one")
-        return self
+    _only_one = model_validator(mode="after")(grammar.only_one)
 
 
 class AwrsRule(Rule):
@@ -129,12 +127,7 @@ class AwrsRule(Rule):
             row.notes[len(row.output)] = -math.inf
             return row.end
 
-        def allowed(token: int) -> bool:
-            taken = behind.accept(token)
-            if taken:
-                behind.rollback(1)
-            return taken
-
+        allowed = functools.partial(allows, behind)
         all_allowed = behind.allowed if isinstance(behind, Behind) else None
         if row.asked.temperature == 0.0:
             return _likeliest(logits, allowed, all_allowed, row.end)

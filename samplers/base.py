@@ -39,15 +39,26 @@ class RuleParams(BaseModel):
 class Asked:
     """What else a request asks for; a rule may have to refuse it."""
 
-    structured: bool  # structured_outputs, response_format
-    ignores_end: bool  # ignore_eos
-    min_tokens: int
-    lists_tokens: bool  # allowed_token_ids, bad_words
-    temperature: float  # 0: greedy
-    seed: int | None
-    truncates: bool  # top_k, top_p, min_p
-    penalizes: bool  # repetition_penalty, presence_penalty, frequency_penalty, logit_bias
-    num_answers: int  # n
+    structured: bool = False  # structured_outputs, response_format
+    ignores_end: bool = False  # ignore_eos
+    min_tokens: int = 0
+    lists_tokens: bool = False  # allowed_token_ids, bad_words
+    temperature: float = 1.0  # 0: greedy
+    seed: int | None = None
+    truncates: bool = False  # top_k, top_p, min_p
+    penalizes: bool = False  # repetition_penalty, presence_penalty, frequency_penalty, logit_bias
+    num_answers: int = 1  # n
+
+    @property
+    def contradictions(self) -> list[str]:
+        """What is asked for that says what may come, or when to end, as a rule may do by itself."""
+        given = {
+            "structured_outputs (response_format)": self.structured,
+            "ignore_eos=True": self.ignores_end,
+            f"min_tokens={self.min_tokens}": self.min_tokens > 0,
+            "allowed_token_ids or bad_words": self.lists_tokens,
+        }
+        return [what for what, is_given in given.items() if is_given]
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +100,14 @@ class Constraint(Protocol):
 
     def forced(self, most: int) -> list[int]:
         """The next tokens as long as each is the only one that may come, so many at most."""
+
+
+def allows(constraint: Constraint, token: int) -> bool:
+    """Whether a token may come next."""
+    taken = constraint.accept(token)
+    if taken:
+        constraint.rollback(1)
+    return taken
 
 
 class Rule(ABC):
@@ -180,13 +199,7 @@ def contradiction(what: str, who: str, asked: Asked) -> str | None:
         who: what it is that says so.
         asked: what else the request asks for.
     """
-    conflicts = {
-        "structured_outputs (response_format)": asked.structured,
-        "ignore_eos=True": asked.ignores_end,
-        f"min_tokens={asked.min_tokens}": asked.min_tokens > 0,
-        "allowed_token_ids or bad_words": asked.lists_tokens,
-    }
-    if given := [conflict for conflict, is_given in conflicts.items() if is_given]:
+    if given := asked.contradictions:
         return (
             f"{what} does not go with {' nor '.join(given)}: {who} says by itself what may come, and when to end. "
             "Leave one of them out"

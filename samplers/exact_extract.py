@@ -103,9 +103,7 @@ class Search:
         return [Question(begun.tokens, self._wanted(begun)) for begun in self._asked]
 
     def _wanted(self, begun: _Open) -> Int32:
-        places = self._passage.behind(begun.tokens)
-        tokens = self._passage.next_tokens(places, begun.left)
-        return np.append(tokens, np.int32(self._end)) if self._passage.may_end(places) else tokens
+        return self._passage.allowed(self._passage.behind(begun.tokens), begun.left, self._end)
 
     def tell(self, questions: Sequence[Question], answers: Sequence[Sequence[float]]) -> None:
         """The log-probabilities of what was asked for last, at temperature 1, over the whole vocabulary."""

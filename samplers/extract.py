@@ -101,8 +101,7 @@ class SpanConstraint:
         return self._next(self._places[-1], self._num_before + len(self._places) - 1)
 
     def _next(self, places: Int32 | None, num_tokens: int) -> Int32:
-        tokens = self._passage.next_tokens(places, self._max_tokens - num_tokens)
-        return np.append(tokens, np.int32(self._end)) if self._passage.may_end(places) else tokens
+        return self._passage.allowed(places, self._max_tokens - num_tokens, self._end)
 
     def accept(self, token: int) -> bool:
         """See `Constraint`."""

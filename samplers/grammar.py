@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 from collections import OrderedDict
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import torch
@@ -18,6 +18,7 @@ import torch
 from vllm_ext.kernels.sparse import Int32
 from vllm_ext.samplers.base import Asked, RuleParams, Vocabulary
 
+P = TypeVar("P", bound=RuleParams)
 Kind = Literal["json", "regex", "grammar"]
 KINDS: dict[Kind, str] = {
     "json": "JSON schema, as text, that the answer obeys",
@@ -34,17 +35,22 @@ def grammar_of(params: RuleParams, rule: str) -> tuple[Kind, str] | None:
     return next(((kind, source) for kind, source in given if source is not None), None)
 
 
+def only_one(params: P) -> P:
+    """Refuse more than one of a rule's parameters, each of which says all that an answer obeys.
+
+    Raises:
+        ValueError: naming those that are given.
+    """
+    if len(params.model_fields_set) != 1:
+        raise ValueError(f"{', '.join(sorted(params.model_fields_set))} are too many: give one")
+    return params
+
+
 def problem(asked: Asked, what: str) -> str | None:
     """Why a rule that samples from the model's own law cannot serve a request; None where it can."""
-    conflicts = {
-        "structured_outputs (response_format)": asked.structured,
-        "ignore_eos=True": asked.ignores_end,
-        f"min_tokens={asked.min_tokens}": asked.min_tokens > 0,
-        "allowed_token_ids or bad_words": asked.lists_tokens,
-        "top_k, top_p or min_p": asked.truncates,
-        "penalties or logit_bias": asked.penalizes,
-    }
-    if given := [name for name, is_given in conflicts.items() if is_given]:
+    given = asked.contradictions
+    given += ["top_k, top_p or min_p"] * asked.truncates + ["penalties or logit_bias"] * asked.penalizes
+    if given:
         return f"{what} does not go with {' nor '.join(given)}: it samples from the model's own distribution"
     return None
 
@@ -72,13 +78,6 @@ class Behind:
         """See `Constraint`."""
         if num_tokens:
             self._matcher.rollback(num_tokens)
-
-    def allows(self, token: int) -> bool:
-        """Whether a token may come next."""
-        if not self.accept(token):
-            return False
-        self.rollback(1)
-        return True
 
     def allowed(self) -> Int32:
         """All tokens that may come next, ascending; none behind the end, or where the vocabulary cannot go on."""

@@ -21,6 +21,7 @@ import torch
 from pydantic import Field
 
 from vllm_ext.kernels.sparse import Int32
+from vllm_ext.kernels.token_mask import keep_tokens
 from vllm_ext.samplers.base import (
     Asked,
     Row,
@@ -119,11 +120,9 @@ class MonitorRule(Rule):
             ids = self._allowed(row)
             if ids is not None:
                 index = torch.from_numpy(ids).long().to(logits.device)
-                allowed = logits[place, index]
-                if bool((allowed == -torch.inf).all()):
+                if bool((logits[place, index] == -torch.inf).all()):
                     continue  # something else, such as allowed_token_ids, has forbidden all of them
-                logits[place] = -torch.inf
-                logits[place, index] = allowed
+                keep_tokens(logits, [place], [ids])
 
     def _allowed(self, row: Row) -> Int32 | None:
         """What may follow; None where anything may."""

@@ -89,6 +89,11 @@ class Passage:
         """Whether an output is a whole span."""
         return places is not None and bool((places <= self._end).any())
 
+    def allowed(self, places: Int32 | None, left: int, end: int) -> Int32:
+        """`next_tokens`, and the end token last where an output is a whole span."""
+        tokens = self.next_tokens(places, left)
+        return np.append(tokens, np.int32(end)) if self.may_end(places) else tokens
+
     def room(self, places: Int32 | None) -> int:
         """Most tokens that may come."""
         here = self._starts if places is None else places

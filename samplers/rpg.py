@@ -77,10 +77,12 @@ class RpgRule(Rule):
     def apply(self, logits: torch.Tensor, rows: Sequence[Row]) -> None:
         """See the base class."""
         for place, row in enumerate(rows):
+            if row.end in row.output:
+                continue
             text = self._text(row.output)
             code = lexer.lex(text)
             period, copies = repeat_of(code, row.params.rpg_count)
-            if not copies or row.end in row.output:
+            if not copies:
                 continue
             ids = self._opening(int(code.symbols[-period]), lexer.ends_in_word(text))
             penalty = row.params.rpg * float(np.log1p(copies))

@@ -112,15 +112,10 @@ class TrieRule(Rule):
                 dtype=np.int32,
             )
             masks = np.empty((len(places), self._words), dtype=np.int32)
-            wide = np.flatnonzero(self._num_edges(name, states) > WIDE)
-            if len(wide):
-                narrow = states.copy()
-                narrow[wide] = DEAD  # nothing to fill
-                kernel.fill_masks(self._tries[name], narrow, end, masks)
-                for row in wide.tolist():
-                    masks[row] = self._wide_mask(name, int(states[row]), end)
-            else:
-                kernel.fill_masks(self._tries[name], states, end, masks)
+            wide = self._num_edges(name, states) > WIDE
+            kernel.fill_masks(self._tries[name], np.where(wide, np.int32(DEAD), states), end, masks)
+            for row in np.flatnonzero(wide).tolist():
+                masks[row] = self._wide_mask(name, int(states[row]), end)
             # Never reached by tokens that were drawn from these masks; should it be, the request ends.
             masks.view(np.uint32)[states == DEAD, end >> 5] = 1 << (end & 31)
             if places:

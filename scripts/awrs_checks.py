@@ -11,6 +11,7 @@ are of a token: of the draw with its checks, and of the mask, filled and applied
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import time
 from collections import Counter
@@ -23,6 +24,7 @@ import torch
 from vllm_ext import demo_model
 from vllm_ext.kernels.chance import RandomChance
 from vllm_ext.samplers import awrs
+from vllm_ext.samplers.base import allows
 from vllm_ext.samplers.grammar import Grammars
 from vllm_ext.vocabulary import ModelVocabulary
 
@@ -41,7 +43,8 @@ def answer(
         started = time.perf_counter()
         behind = grammars.behind("json", schema, end, output)
         assert behind is not None
-        draw = awrs.draw(logits[0].double().softmax(0).numpy(), behind.allows, chance, behind.allowed)
+        p = logits[0].double().softmax(0).numpy()
+        draw = awrs.draw(p, functools.partial(allows, behind), chance, behind.allowed)
         drawn = time.perf_counter()
         inside = behind.allowed()
         masked = torch.full_like(logits, -torch.inf)

@@ -74,18 +74,7 @@ def main() -> None:
                 words[row, token >> 5] |= np.uint32(1 << (token & 31))
 
     rule = TrieRule({"set": made}, VOCAB)
-    asked = Asked(
-        structured=False,
-        ignores_end=False,
-        min_tokens=0,
-        lists_tokens=False,
-        temperature=0.0,
-        seed=None,
-        truncates=False,
-        penalizes=False,
-        num_answers=1,
-    )
-    rows = [Row([], prefix, END, TrieParams(trie="set"), asked) for prefix in prefixes]
+    rows = [Row([], prefix, END, TrieParams(trie="set"), Asked()) for prefix in prefixes]
     logits = torch.randn(len(rows), VOCAB)
 
     def whole_rule() -> None:

@@ -14,17 +14,7 @@ import pytest
 from vllm_ext.samplers.base import Asked
 
 # Of a request that asks for nothing else, to sampling rules.
-ASKED = Asked(
-    structured=False,
-    ignores_end=False,
-    min_tokens=0,
-    lists_tokens=False,
-    temperature=0.7,
-    seed=None,
-    truncates=False,
-    penalizes=False,
-    num_answers=1,
-)
+ASKED = Asked(temperature=0.7)
 MAX_MODEL_LEN = 1024  # of the shared engines: room for the longest prompt tested, and no more
 OWN_PROMPTS = Path(__file__).parent / "data" / "prompts.jsonl"
 SHARED_DATA = Path(os.environ.get("VLLM_EXT_DATA", Path(__file__).parents[2] / "shared" / "data"))

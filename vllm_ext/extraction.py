@@ -13,13 +13,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from vllm import SamplingParams
+from vllm.sampling_params import MAX_LOGPROB_TOKEN_IDS
 
 from vllm_ext.samplers.base import text_of
 from vllm_ext.samplers.exact_extract import Question, Search
 from vllm_ext.samplers.passage import Passages
 from vllm_ext.vocabulary import ModelVocabulary
-
-MOST_IDS = 128  # that vLLM takes in logprob_token_ids
 
 
 @dataclass(frozen=True)
@@ -94,9 +93,9 @@ def _look_up(llm: Any, behind: Sequence[tuple[list[int], Question]]) -> list[lis
     prompts, params, owners = [], [], []
     for number, (prompt, question) in enumerate(behind):
         wanted = question.wanted.tolist()
-        for first in range(0, len(wanted), MOST_IDS):
+        for first in range(0, len(wanted), MAX_LOGPROB_TOKEN_IDS):
             prompts.append({"prompt_token_ids": [*prompt, *question.tokens]})
-            some = wanted[first : first + MOST_IDS]
+            some = wanted[first : first + MAX_LOGPROB_TOKEN_IDS]
             params.append(
                 SamplingParams(max_tokens=1, temperature=0, logprob_token_ids=some, detokenize=False)
             )

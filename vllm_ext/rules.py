@@ -220,13 +220,13 @@ class RuledRequests:
     def __init__(self, settings: RuleSettings, vocabulary: ModelVocabulary) -> None:
         self._settings = settings
         self._rules = load(settings.as_json, vocabulary)
-        self._asking: dict[str, tuple[list[Asking], Any]] = {}  # by request id; and its SamplingParams
+        self._asking: dict[str, tuple[list[Asking], Asked, int]] = {}  # by request id; and what ends it
 
     def start(self, request_id: str, params: Any) -> None:
         """A request has come."""
         self.finish(request_id)
         if asking := self._settings.of_request(params):
-            self._asking[request_id] = asking, params
+            self._asking[request_id] = asking, asked_of(params), params.eos_token_id
 
     def finish(self, request_id: str) -> None:
         """A request is gone."""
@@ -236,11 +236,10 @@ class RuledRequests:
         """What may be verified of a tree, with what is certain."""
         if request.request_id not in self._asking or not request.has_room:
             return tree
-        asking, params = self._asking[request.request_id]
-        asked = asked_of(params)
+        asking, asked, end = self._asking[request.request_id]
         prompt = request.tokens[: request.num_prompt_tokens].tolist()
         for name, its in asking:
-            row = Row(prompt, output, params.eos_token_id, its, asked)
+            row = Row(prompt, output, end, its, asked)
             constraint = self._rules[name].constraint(row)
             if constraint is not None:
                 most = min(request.budget_tokens, request.max_depth)

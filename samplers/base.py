@@ -72,6 +72,9 @@ class Row:
     asked: Asked
     # What a rule that reports says of a row's token, by its place in the output; the engine adapter takes it.
     notes: dict[int, float] = field(default_factory=dict)
+    # What a rule keeps of the rows before this one, by their place in the output: of a row on a tree, those of its own
+    # path. It outlives a preemption.
+    kept: dict[int, Any] = field(default_factory=dict)
 
 
 class Vocabulary(Protocol):

@@ -13,6 +13,12 @@ RULES: dict[str, str] = {
     "extract": "vllm_ext.samplers.extract:ExtractRule",
     "monitor": "vllm_ext.samplers.monitor:MonitorRule",
     "rpg": "vllm_ext.samplers.rpg:RpgRule",
+    # These make p of what the ones before have left.
+    "entropy_adaptive": "vllm_ext.samplers.entropy_adaptive:EntropyAdaptiveRule",
+    "contrastive": "vllm_ext.samplers.contrastive:ContrastiveRule",
+    "dola": "vllm_ext.samplers.dola:DolaRule",
+    "momentum": "vllm_ext.samplers.momentum:MomentumRule",
+    "anchored": "vllm_ext.samplers.anchored:AnchoredRule",
     # Those that sample from the model's own law come last.
     "asap": "vllm_ext.samplers.asap_rule:AsapRule",
     "awrs": "vllm_ext.samplers.awrs_rule:AwrsRule",

@@ -33,7 +33,7 @@ def test_a_slice_of_the_target(model_dir: str) -> None:
     assert made.scheduler_config.scheduler_cls == plugin.SCHEDULER_CLASS
     for layers, expected in ((None, 7), (3, 3), (30, 30)):
         options = DraftModelOptions(model="self", self_layers=layers)
-        draft = companion_load.draft_model_config(made, options)
+        draft = companion_load.second_model_config(made, options)
         assert draft.hf_config.num_hidden_layers == expected
         assert draft.model == made.model_config.model
         assert draft.dtype == made.model_config.dtype
@@ -43,14 +43,14 @@ def test_a_slice_of_the_target(model_dir: str) -> None:
 def test_another_model(slice_dir: str, tmp_path: Path) -> None:
     draft = str(shutil.copytree(slice_dir, tmp_path / "draft"))
     made = config_for(slice_dir, {"model": draft})
-    assert companion_load.draft_model_config(made, DraftModelOptions(model=draft)).model == draft
+    assert companion_load.second_model_config(made, DraftModelOptions(model=draft)).model == draft
 
 
 @pytest.mark.parametrize(
     ("method", "options", "message"),
     [
         ({}, {}, "model is missing, and required: folder or hub name of a draft model"),
-        ({"model": "/none"}, {}, "speculative_config.model='/none' cannot be used as a draft model of"),
+        ({"model": "/none"}, {}, "speculative_config.model='/none' cannot be used beside"),
         (
             {"model": "self", "self_layers": 31},
             {},
@@ -60,7 +60,7 @@ def test_another_model(slice_dir: str, tmp_path: Path) -> None:
         (
             {"model": "self"},
             {"enable_lora": True},
-            "model='self' does not work with LoRA; name a draft model",
+            "model='self' does not work with LoRA; name one",
         ),
         ({"model": "self"}, {"scheduler_cls": "a.B"}, "scheduler_cls='a.B': it must be unset"),
     ],
@@ -77,7 +77,9 @@ def test_experts_with_data_parallelism(model_dir: str) -> None:
     made.parallel_config.data_parallel_size = 2
     companion_load.check(made, options)
     made.model_config.get_num_experts = lambda: 8
-    with pytest.raises(ValueError, match=r"data_parallel_size=2: a draft model works beside .* with 1 only"):
+    with pytest.raises(
+        ValueError, match=r"data_parallel_size=2: speculative_config.model works beside .* with 1 only"
+    ):
         companion_load.check(made, options)
 
 
@@ -88,7 +90,7 @@ def test_another_tokenizer_or_a_smaller_vocabulary(slice_dir: str, tmp_path: Pat
     names = list(vocabulary)[1000:1002]
     vocabulary[names[0]], vocabulary[names[1]] = vocabulary[names[1]], vocabulary[names[0]]
     (other / "tokenizer.json").write_text(json.dumps(tokenizer))
-    with pytest.raises(ValueError, match=r"its tokenizer is not .*'s; a draft model must have the target's"):
+    with pytest.raises(ValueError, match=r"its tokenizer is not .*'s; it must be the target's"):
         config_for(slice_dir, {"model": str(other)})
     cut = shutil.copytree(slice_dir, tmp_path / "cut")
     config = json.loads((cut / "config.json").read_text())

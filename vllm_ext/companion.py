@@ -21,7 +21,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from vllm.config.utils import replace as replace_config
 from vllm.logger import init_logger
 
 from vllm_ext import companion_load
@@ -47,24 +46,15 @@ class Companion(DraftPasses):
 
     def load(self, target: Any) -> None:
         """Build it and load its weights; its layers then take part in vLLM's sizing of the caches."""
-        from vllm.compilation.backends import set_model_tag
-        from vllm.model_executor.model_loader import get_model
-
-        model_config = companion_load.draft_model_config(self._target_config, self._options)
-        self.config = replace_config(self._target_config, model_config=model_config, quant_config=None)
-        context = self._target_config.compilation_config.static_forward_context
-        before = set(context)
-        with set_model_tag(PREFIX):
-            if self._options.model == SELF:
-                self.model = companion_load.first_layers(self.config, target, PREFIX)
-            else:
-                self.model = get_model(vllm_config=self.config, prefix=PREFIX)
-        self.layers = self.own_layers = [name for name in context if name not in before]
+        self.config, self.model, self.layers = companion_load.load(
+            self._target_config, self._options, target, PREFIX
+        )
+        self.own_layers = self.layers
         own = sum(p.numel() * p.element_size() for p in self.model.parameters())
         shared = 0
         if self._options.model == SELF:
             shared, own = own, 0
-        self._vocab_size = min(self._vocab_size, model_config.get_vocab_size())
+        self._vocab_size = min(self._vocab_size, self.config.model_config.get_vocab_size())
         logger.info(
             "vllm-ext: draft model %s: %d layers, %.1f MB of weights of its own (%.1f MB are the target's); its KV is "
             "counted with the target's",

@@ -1,19 +1,65 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which draft model there is: vLLM's config of it, a slice of the target in its place, and what is refused."""
+"""A second model beside the target, for drafts or for sampling rules: its config, its weights, and what is refused."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from vllm.config import ModelConfig
+from vllm.config.utils import replace
 
 from vllm_ext import vocabulary
-from vllm_ext.proposers.draft_model import SELF, DraftModelOptions
+from vllm_ext.proposers.draft_model import SELF
+
+SPECULATION = "speculative_config"
 
 
-def draft_model_config(vllm_config: Any, options: DraftModelOptions) -> Any:
-    """vLLM's ModelConfig of the draft model.
+class Chosen(Protocol):
+    """Options that say which model it is."""
+
+    @property
+    def model(self) -> str:
+        """A folder, a hub name, or 'self': the target's own first layers."""
+
+    @property
+    def self_layers(self) -> int | None:
+        """How many of those; None: a quarter."""
+
+
+def load(vllm_config: Any, options: Chosen, target: Any, prefix: str) -> tuple[Any, Any, list[str]]:
+    """Build the model and load its weights; its layers then take part in vLLM's sizing of the caches.
+
+    Args:
+        vllm_config: the target's.
+        options: which model.
+        target: vLLM's model, loaded.
+        prefix: of the names of its layers.
+
+    Returns:
+        its own VllmConfig, the model, and the names of its attention layers.
+    """
+    from vllm.compilation.backends import set_model_tag
+    from vllm.model_executor.model_loader import get_model
+
+    config = replace(vllm_config, model_config=second_model_config(vllm_config, options), quant_config=None)
+    context = vllm_config.compilation_config.static_forward_context
+    before = set(context)
+    with set_model_tag(prefix):
+        if options.model == SELF:
+            model = _first_layers(config, target, prefix)
+        else:
+            model = get_model(vllm_config=config, prefix=prefix)
+    return config, model, [name for name in context if name not in before]
+
+
+def second_model_config(vllm_config: Any, options: Chosen, field: str = SPECULATION) -> Any:
+    """vLLM's ModelConfig of it.
+
+    Args:
+        vllm_config: the target's.
+        options: which model.
+        field: what errors call the options.
 
     Raises:
         ValueError: vLLM's own for a model it does not know or cannot load; or of a target whose layers cannot be taken.
@@ -23,7 +69,7 @@ def draft_model_config(vllm_config: Any, options: DraftModelOptions) -> Any:
     name, revision = options.model, None
     if options.model == SELF:
         name, revision = target.model, target.revision
-        overrides = _slice_of(target, options, vllm_config.lora_config)
+        overrides = _slice_of(target, options, vllm_config.lora_config, field)
     return ModelConfig(
         model=name,
         revision=revision,
@@ -39,25 +85,25 @@ def draft_model_config(vllm_config: Any, options: DraftModelOptions) -> Any:
     )
 
 
-def _slice_of(target: Any, options: DraftModelOptions, lora_config: Any) -> dict[str, Any]:
+def _slice_of(target: Any, options: Chosen, lora_config: Any, field: str) -> dict[str, Any]:
     text = target.hf_text_config
     whole: int = text.num_hidden_layers
     layers = options.self_layers or max(whole // 4, 1)
     if layers > whole:
         raise ValueError(
-            f"speculative_config.self_layers={layers} is not allowed; allowed: 1 to {whole}, the layers of "
+            f"{field}.self_layers={layers} is not allowed; allowed: 1 to {whole}, the layers of "
             f"{target.model}."
         )
     if lora_config is not None or target.is_multimodal_model:
         raise ValueError(
-            f"speculative_config.model='self' does not work with "
-            f"{'LoRA' if lora_config is not None else 'a multimodal model'}; name a draft model."
+            f"{field}.model='self' does not work with "
+            f"{'LoRA' if lora_config is not None else 'a multimodal model'}; name one."
         )
     types = getattr(text, "layer_types", None)
     return {"num_hidden_layers": layers, **({"layer_types": types[:layers]} if types else {})}
 
 
-def first_layers(config: Any, target: Any, prefix: str) -> Any:
+def _first_layers(config: Any, target: Any, prefix: str) -> Any:
     """The target's first layers, norm and head as a model: the same weights, attention layers of its own."""
     from vllm.model_executor.model_loader.utils import initialize_model
     from vllm.utils.torch_utils import set_default_torch_dtype
@@ -78,8 +124,8 @@ def _share(module: Any, source: Any) -> None:
             _share(child, getattr(source, name))
 
 
-def check(vllm_config: Any, options: DraftModelOptions) -> None:
-    """Refuse at start-up a draft model that does not fit the target.
+def check(vllm_config: Any, options: Chosen, field: str = SPECULATION) -> None:
+    """Refuse at start-up a model that does not fit the target; ``field`` is what errors call the options.
 
     Raises:
         ValueError: naming it, what does not fit, and the way out.
@@ -87,19 +133,18 @@ def check(vllm_config: Any, options: DraftModelOptions) -> None:
     target = vllm_config.model_config
     ranks = vllm_config.parallel_config.data_parallel_size
     if ranks > 1 and target.is_moe:
-        # Ranks of such a target take every forward pass together; the draft's passes are one rank's own.
+        # Ranks of such a target take every forward pass together; the second model's passes are one rank's own.
         raise ValueError(
-            f"data_parallel_size={ranks}: a draft model works beside {target.model}, whose experts are shared by the "
-            "ranks, with 1 only; serve each rank on its own, or choose a method without a draft model: "
-            "`vllm-ext methods`."
+            f"data_parallel_size={ranks}: {field}.model works beside {target.model}, whose experts are shared by the "
+            "ranks, with 1 only; serve each rank on its own, or leave it out."
         )
     try:
-        model_config = draft_model_config(vllm_config, options)
+        model_config = second_model_config(vllm_config, options, field)
     except (OSError, ValueError) as error:
-        if str(error).startswith("speculative_config."):
+        if str(error).startswith(f"{field}."):
             raise
         raise ValueError(
-            f"speculative_config.model={options.model!r} cannot be used as a draft model of {target.model} with "
+            f"{field}.model={options.model!r} cannot be used beside {target.model} with "
             f"max_model_len={target.max_model_len}: {error}"
         ) from error
     if options.model == SELF:
@@ -110,11 +155,11 @@ def check(vllm_config: Any, options: DraftModelOptions) -> None:
     )
     if vocabulary.vocabulary_hash(theirs) != vocabulary.vocabulary_hash(ours):
         raise ValueError(
-            f"speculative_config.model={options.model!r}: its tokenizer is not {target.tokenizer}'s; a draft model "
-            "must have the target's, id for id. Choose another."
+            f"{field}.model={options.model!r}: its tokenizer is not {target.tokenizer}'s; it "
+            "must be the target's, id for id. Choose another."
         )
     if (rows := model_config.get_vocab_size()) < (needed := vocabulary.vocab_size(theirs)):
         raise ValueError(
-            f"speculative_config.model={options.model!r}: its vocabulary has {rows} rows, the tokenizer {needed} "
+            f"{field}.model={options.model!r}: its vocabulary has {rows} rows, the tokenizer {needed} "
             "tokens; there may be more rows, not fewer. Choose another."
         )

@@ -368,20 +368,24 @@ def check_rules_classes(args: Any, ruled: RuleSettings) -> None:
         ValueError: naming the option, its value and the way out.
     """
     refusals = (
-        ((ruled.reports is not None or ruled.learns) and args.worker_cls != "auto", "worker_cls", "'auto'"),
-        (ruled.reports is not None and args.scheduler_cls is not None, "scheduler_cls", "unset"),
-        (ruled.reports is not None and args.async_scheduling is True, "async_scheduling", "unset or False"),
+        (
+            (ruled.reports or ruled.learns or ruled.steers) and args.worker_cls != "auto",
+            "worker_cls",
+            "'auto'",
+        ),
+        (ruled.reports and args.scheduler_cls is not None, "scheduler_cls", "unset"),
+        (ruled.reports and args.async_scheduling is True, "async_scheduling", "unset or False"),
     )
     for refused, option, rule in refusals:
         if refused:
             names = ", ".join(map(repr, ruled.options))
             raise ValueError(
                 f"sampling rules {names} do not work with {option}={getattr(args, option)!r}: it must be {rule}, as "
-                "what a rule learns or reports goes through classes of its own. Remove that option, or the rule."
+                "what a rule learns, reports or reads goes through classes of its own. Remove that option, or the rule."
             )
 
 
-def check_rules_config(vllm_config: Any) -> None:
+def check_rules_config(vllm_config: Any, ruled: RuleSettings) -> None:
     """Refuse for sampling rules what only the finished config tells.
 
     Raises:
@@ -400,6 +404,12 @@ def check_rules_config(vllm_config: Any) -> None:
         raise ValueError(
             f"sampling rules do not work with model {model.model!r}: it has no tokenizer with an end token "
             "(eos_token). Choose another model or tokenizer, leave out --skip-tokenizer-init, or remove the rules."
+        )
+    stages = vllm_config.parallel_config.pipeline_parallel_size
+    if ruled.steers and stages > 1:
+        raise ValueError(
+            f"sampling rules that steer do not work with pipeline_parallel_size={stages}: it must be 1, as they read "
+            "all layers, and a second model, where tokens are sampled. Use tensor parallelism, or remove the rules."
         )
 
 

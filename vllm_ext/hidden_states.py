@@ -19,7 +19,7 @@ from vllm.model_executor.models.interfaces import supports_eagle3
 
 
 class HiddenStates:
-    """Assign it to the runner's ``hidden_states``; read it from there while tokens are sampled, or after the step.
+    """Part of `v1_beside.StepRows`; to be read while tokens are sampled, or after the step.
 
     Args:
         runner: vLLM's, with its model loaded and not yet compiled.
@@ -62,8 +62,22 @@ class HiddenStates:
         """``[num_rows, hidden_size]`` after so many layers, as the next one gets it; rows as in the step's logits."""
         return self._streams[self.layers.index(layer)][self._rows]
 
-    def logits(self, layer: int) -> torch.Tensor:
-        """``[num_rows, vocab_size]``: what the target's final norm and head make of it. All ranks must ask."""
+    def logits(
+        self, layers: Sequence[int], rows: torch.Tensor | None = None, norm: bool = True
+    ) -> torch.Tensor:
+        """What the target's head makes of them, which is read once: ``[len(layers), num_rows, vocab_size]``.
+
+        All ranks must ask.
+
+        Args:
+            layers: some of those that are kept.
+            rows: int64, of the step's rows with logits; all of them if it is None.
+            norm: whether the target's final norm comes first.
+        """
         with torch.inference_mode():
-            logits: torch.Tensor = self._model.compute_logits(self._model.model.norm(self.of(layer)))
-            return logits
+            hidden = torch.stack(
+                [self.of(layer) if rows is None else self.of(layer)[rows] for layer in layers]
+            )
+            flat = hidden.flatten(0, 1)
+            logits: torch.Tensor = self._model.compute_logits(self._model.model.norm(flat) if norm else flat)
+            return logits.view(*hidden.shape[:2], -1)

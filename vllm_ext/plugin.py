@@ -188,12 +188,11 @@ def _with_folders(ruled: RuleSettings) -> RuleSettings:
 
 
 def _for_rules(engine_args: Any, ruled: RuleSettings) -> dict[str, Any]:
-    """The engine's own options that rules which report or learn need; those of a method have them too."""
-
+    """The engine's own options that rules need which do more than read logits; those of a method have them too."""
     options: dict[str, Any] = {}
-    if ruled.reports is not None or ruled.learns:
+    if ruled.reports or ruled.learns or ruled.steers:
         options["worker_cls"] = RULES_WORKER_CLASS
-    if ruled.reports is not None:
+    if ruled.reports:
         options["scheduler_cls"] = RULES_SCHEDULER_CLASS
         options["async_scheduling"] = False  # vLLM's scheduler for that is another
     return options
@@ -221,8 +220,12 @@ def _check_rules(vllm_config: Any, ruled: RuleSettings) -> None:
     """What only the finished configuration tells of rules."""
     from vllm_ext import compat
 
-    compat.check_rules_config(vllm_config)
-    ruled.check(*_vocabulary(vllm_config))
+    compat.check_rules_config(vllm_config, ruled)
+    ruled.check(*_vocabulary(vllm_config), vllm_config.model_config.get_total_num_hidden_layers())
+    if ruled.companion is not None:
+        from vllm_ext import companion_load, rules
+
+        companion_load.check(vllm_config, ruled.companion, f'{rules.FIELD}["rules"]')
 
 
 def _vocabulary(vllm_config: Any) -> tuple[int, Callable[[], str]]:

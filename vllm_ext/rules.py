@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -20,6 +21,7 @@ from vllm_ext.proposers.tree import DraftTree
 from vllm_ext.proposers.under_grammar import under_grammar
 from vllm_ext.samplers.base import Asked, LearningRule, Row, Rule, RuleOptions, RuleParams
 from vllm_ext.samplers.registry import RULES, load_rule
+from vllm_ext.samplers.steering import CompanionOptions, SteeringOptions, SteeringRule
 from vllm_ext.vocabulary import ModelVocabulary
 
 FIELD = f'additional_config["{config.ADDITIONAL_CONFIG_KEY}"]'
@@ -50,28 +52,48 @@ class RuleSettings:
         return RuleSettings({**self.options, **replaced})
 
     @functools.cached_property
-    def reports(self) -> str | None:
+    def reports(self) -> bool:
+        """Whether a rule leaves notes."""
+        return any(load_rule(name).reports for name in self.options)
+
+    def report_of(self, params: Any) -> str | None:
         """What the sum of a request's notes is called; None where no rule leaves any."""
-        return next((load_rule(name).reports for name in self.options if load_rule(name).reports), None)
+        return next(
+            (found for name, _ in self.of_request(params) if (found := load_rule(name).reports)), None
+        )
 
     @functools.cached_property
     def learns(self) -> bool:
         """Whether a rule keeps what it learns."""
         return any(issubclass(load_rule(name), LearningRule) for name in self.options)
 
+    @functools.cached_property
+    def steers(self) -> bool:
+        """Whether a rule may read more than logits."""
+        return any(issubclass(load_rule(name), SteeringRule) for name in self.options)
+
+    @functools.cached_property
+    def companion(self) -> CompanionOptions | None:
+        """Which second model rules read, all the same; None where none does."""
+        return next((each for each in self.options.values() if isinstance(each, CompanionOptions)), None)
+
     def grammars(self, params: Any) -> list[tuple[str, str, str]]:
         """Those that rules know by themselves: key of ``vllm_xargs``, vLLM's field for such a grammar, source."""
         found = [(name, load_rule(name).grammar(its)) for name, its in self.of_request(params)]
         return [(f"{name}_{given[0]}", *given) for name, given in found if given is not None]
 
-    def check(self, vocab_size: int, tokenizer_hash: Callable[[], str]) -> None:
-        """Refuse what cannot work with this model; see `Rule.check`.
+    def check(self, vocab_size: int, tokenizer_hash: Callable[[], str], num_layers: int) -> None:
+        """Refuse what cannot work with this model; see `Rule.check` and `SteeringRule.layers`.
 
         Raises:
             ValueError: naming the rule, the field, the value and the way out.
         """
         for name, options in self.options.items():
-            _check(name, options, vocab_size, tokenizer_hash)
+            with _named(name):
+                rule = load_rule(name)
+                rule.check(options, vocab_size, tokenizer_hash)
+                if issubclass(rule, SteeringRule):
+                    rule.layers(options, num_layers)
 
     def of_request(self, params: Any) -> list[Asking]:
         """The rules that a request is under, in the registry's order.
@@ -83,16 +105,24 @@ class RuleSettings:
             ValueError: a parameter is wrong; the message says what is allowed.
         """
         given = params.extra_args
-        if not given or _keys().keys().isdisjoint(given):
+        if not self._always and (not given or _keys().keys().isdisjoint(given)):
             return []
-        asked: dict[str, dict[str, Any]] = {}
-        for key, value in given.items():
+        asked: dict[str, dict[str, Any]] = {name: {} for name in self._always}
+        for key, value in (given or {}).items():
             if (name := _keys().get(key)) is not None:
                 asked.setdefault(name, {})[key] = value
-        return [
+        under = [
             Asking(name, _params(name, json.dumps(asked[name], default=repr)))
             for name in RULES
             if name in asked
+        ]
+        return [each for each in under if getattr(each.params, each.name, None) is not False]
+
+    @functools.cached_property
+    def _always(self) -> list[str]:
+        """Rules of requests that do not turn them off."""
+        return [
+            name for name, each in self.options.items() if isinstance(each, SteeringOptions) and each.always
         ]
 
     def validate(self, params: Any) -> None:
@@ -144,9 +174,10 @@ def asked_of(params: Any) -> Asked:
     )
 
 
-def _check(name: str, options: RuleOptions, vocab_size: int, tokenizer_hash: Callable[[], str]) -> None:
+@contextmanager
+def _named(name: str) -> Iterator[None]:
     try:
-        load_rule(name).check(options, vocab_size, tokenizer_hash)
+        yield
     except ValueError as error:
         raise ValueError(f"{FIELD}: rule {name!r}: {error}.") from None
 
@@ -174,7 +205,23 @@ def parse(given: Any) -> RuleSettings:
                     f"{FIELD}: rule {name!r}: {config.explain(rule.Options, error, f'Options of {name}')} Correct or "
                     "remove it in --additional-config; `vllm-ext rules` explains each option."
                 ) from None
+    _check_companions(options)
     return RuleSettings(options)
+
+
+def _check_companions(options: Mapping[str, RuleOptions]) -> None:
+    """Refuse rules that need different second models."""
+    named = {
+        name: (its.model, its.self_layers)
+        for name, its in options.items()
+        if isinstance(its, CompanionOptions)
+    }
+    first = next(iter(named), "")
+    if other := [name for name, model in named.items() if model != named[first]]:
+        raise ValueError(
+            f"{FIELD}: rules {first!r} and {other[0]!r} have different companion models, {named[first]} and "
+            f"{named[other[0]]} (model, self_layers); a server has one. Give both the same, or serve them apart."
+        )
 
 
 def from_config(engine_args: Any) -> RuleSettings | None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from vllm import SamplingParams
@@ -24,8 +24,12 @@ from vllm.v1.structured_output.backend_xgrammar import validate_xgrammar_grammar
 from vllm_ext import rules
 from vllm_ext.rules import RuleSettings
 from vllm_ext.samplers.base import LearningRule, Row
+from vllm_ext.samplers.steering import SteeringRule
 from vllm_ext.v1_memory import Memory
 from vllm_ext.vocabulary import ModelVocabulary
+
+if TYPE_CHECKING:
+    from vllm_ext.v1_beside import StepRows
 
 Notes = dict[int, float]  # of a request, by place in its output
 
@@ -34,6 +38,7 @@ class RuleProcessor(LogitsProcessor):  # type: ignore[misc]  # vLLM is untyped t
     """The rules of one server; a subclass has their settings."""
 
     settings: ClassVar[RuleSettings]
+    beside: StepRows | None = None  # set by the runner where rules read more than logits
 
     @classmethod
     def validate_params(cls, sampling_params: SamplingParams) -> None:
@@ -69,13 +74,21 @@ class RuleProcessor(LogitsProcessor):  # type: ignore[misc]  # vLLM is untyped t
         asking = self.settings.of_request(params)
         if not asking:
             return None
-        asked = rules.asked_of(params)
-        return {name: Row(prompt or [], output, params.eos_token_id, its, asked) for name, its in asking}
+        asked, end = rules.asked_of(params), params.eos_token_id
+        kept = {} if self.beside is None else self.beside.kept(params)
+        return {
+            name: Row(prompt or [], output, end, its, asked, kept=kept.setdefault(name, {}))
+            for name, its in asking
+        }
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
         """See vLLM's."""
         for name, rule in self._rules.items():
             rows = {index: its[name] for index, its in self.rows.items() if name in its}
+            if isinstance(rule, SteeringRule) and rows:
+                assert self.beside is not None
+                rule.beside = self.beside
+                self.beside.rows_are(None if len(rows) == len(logits) else list(rows))
             if len(rows) == len(logits):
                 rule.apply(logits, [rows[index] for index in range(len(logits))])
             elif rows:

@@ -28,10 +28,10 @@ from vllm.v1.sample.logits_processor import (
 )
 
 from vllm_ext import cpu, v1_attention, v1_executor
-from vllm_ext.hidden_states import HiddenStates
 from vllm_ext.kernels.tree_attention import TreeRows
 from vllm_ext.proposers.step_cost import StepCost
 from vllm_ext.proposers.tree import Int32
+from vllm_ext.v1_beside import RuledRunner
 from vllm_ext.v1_drafter import Drafter
 from vllm_ext.v1_rules import Notes
 from vllm_ext.v1_sampler import TreeSampler
@@ -43,23 +43,18 @@ CALIBRATION_RUNS = 3  # of each size; the fastest counts: noise only adds
 CALIBRATION_SECONDS = 4.0  # after which no more sizes are begun, the powers of two aside
 
 
-class SpeculativeRunner:
+class SpeculativeRunner(RuledRunner):
     """Mixin in front of vLLM's V1 runner class of any platform."""
 
     # vLLM's.
     drafter: Drafter
-    execute_model_state: Any
     positions: torch.Tensor
-    input_batch: Any
     device: torch.device
-
-    hidden_states: HiddenStates | None = None  # set where something reads the target's layers
 
     # Ours, between the methods of one step.
     step_trees: StepTrees | None = None
     step_common: Any = None  # vLLM's metadata of the step, of no group in particular
     greedy_choice: Int32 | None = None  # [num_rows] argmax of each row, while no mask is in the logits
-    logits_rows: torch.Tensor | None = None  # of the step's tokens, those with logits
     step_started: float = 0.0
     path_notes: dict[
         str, Notes
@@ -164,7 +159,7 @@ class SpeculativeRunner:
 
     def _prepare_inputs(self, scheduler_output: Any, num_scheduled_tokens: Any) -> Any:
         """vLLM's inputs, with the rotary positions of tree nodes. Slots stay those of the flat list."""
-        result = super()._prepare_inputs(scheduler_output, num_scheduled_tokens)  # type: ignore[misc]
+        result = super()._prepare_inputs(scheduler_output, num_scheduled_tokens)
         runner: Any = self
         num_requests = self.input_batch.num_reqs
         trees = StepTrees.from_step(
@@ -181,7 +176,6 @@ class SpeculativeRunner:
             rows, positions = trees.branching_rows()
             self.positions[_to(rows, self.device)] = _to(positions, self.device).to(self.positions.dtype)
         self.step_trees = trees
-        self.logits_rows = result[0]
         return result
 
     def _build_attention_metadata(self, *args: Any, **kwargs: Any) -> Any:
@@ -204,12 +198,12 @@ class SpeculativeRunner:
     def _model_forward(self, input_ids: Any = None, positions: Any = None, *args: Any, **kwargs: Any) -> Any:
         """vLLM's; or only what an early exit's drafts have left to do."""
         drafts, trees = self.drafter.model_drafts, self.step_trees
-        early_exit = drafts.early_exit if drafts is not None and self.hidden_states is None else None
+        early_exit = drafts.early_exit if drafts is not None and self.beside is None else None
         if early_exit is not None and trees is not None:
             hidden = early_exit.verify(self.input_batch.req_ids, trees, positions)
             if hidden is not None:
                 return hidden
-        return super()._model_forward(input_ids, positions, *args, **kwargs)  # type: ignore[misc]
+        return super()._model_forward(input_ids, positions, *args, **kwargs)
 
     def _tree_metadata(
         self, trees: StepTrees, ours: Any, group: Any, metadata: Any, common: Any
@@ -268,12 +262,9 @@ class SpeculativeRunner:
         state = self.execute_model_state
         if state is not None:
             assert self.step_trees is not None
-            if self.hidden_states is not None:
-                assert self.logits_rows is not None
-                self.hidden_states.hold(state.aux_hidden_states, self.logits_rows)
             top_ids = self.drafter.tap(self.step_trees, state.logits)
             self.greedy_choice = None if grammar_output is not None or top_ids is None else top_ids[:, 0]
-        output = super().sample_tokens(grammar_output)  # type: ignore[misc]
+        output = super().sample_tokens(grammar_output)
         if state is not None and output is not None:
             runner: Any = self
             setattr(output, v1_executor.DRAFTS, runner.take_draft_token_ids())
@@ -327,7 +318,7 @@ class SpeculativeRunner:
         return True
 
     def _on_request_state_removed(self, req_id: str, req_state: Any) -> None:
-        super()._on_request_state_removed(req_id, req_state)  # type: ignore[misc]
+        super()._on_request_state_removed(req_id, req_state)
         self.drafter.finish(req_id)
 
     @property

@@ -150,6 +150,8 @@ class _Rounds:
         logits = self._logits[index.to(self._logits.device)]
         if self._masks is not None:
             self._masks.apply(logits, requests, emitted)
+        if self._runner.beside is not None:
+            self._runner.beside.call(index.to(self._logits.device))
         output = self._sampler(logits=logits, sampling_metadata=metadata)
         if not first:
             names = [self._runner.input_batch.req_ids[request] for request in requests]
@@ -224,6 +226,8 @@ class _Rounds:
             type(processor)(runner.vllm_config, runner.device, PIN_MEMORY) for processor in processors.all
         ]
         for processor in fresh:
+            if isinstance(processor, RuleProcessor):
+                processor.beside = runner.beside
             processor.update_state(update)
         return LogitsProcessors(fresh)
 

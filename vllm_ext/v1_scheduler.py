@@ -34,9 +34,8 @@ class RulesScheduler(StockScheduler):  # type: ignore[misc]  # vLLM is untyped t
     vllm_config: Any
 
     @functools.cached_property
-    def _report(self) -> str | None:
-        settings = rules.of_vllm_config(self.vllm_config)
-        return None if settings is None else settings.reports
+    def _ruled(self) -> rules.RuleSettings | None:
+        return rules.of_vllm_config(self.vllm_config)
 
     @functools.cached_property
     def _notes(self) -> dict[str, dict[int, float]]:
@@ -53,11 +52,12 @@ class RulesScheduler(StockScheduler):  # type: ignore[misc]  # vLLM is untyped t
     def _free_request(self, request: Any, *args: Any, **kwargs: Any) -> Any:
         """vLLM's; called when a request ends, in whatever way."""
         params, others = super()._free_request(request, *args, **kwargs)
-        notes = self._notes.pop(request.request_id, None) if self._report is not None else None
-        if notes is not None:
+        notes = self._notes.pop(request.request_id, None)
+        if notes is not None and self._ruled is not None:
             # A step may have drawn tokens behind the one that ended the request.
             total = sum(value for place, value in notes.items() if place < request.num_output_tokens)
-            params = {**(params or {}), REPORT: {self._report: total if math.isfinite(total) else None}}
+            report = self._ruled.report_of(request.sampling_params)
+            params = {**(params or {}), REPORT: {report: total if math.isfinite(total) else None}}
         return params, others
 
 

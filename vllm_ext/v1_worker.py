@@ -8,7 +8,7 @@ from typing import Any
 
 from vllm.platforms import current_platform
 
-from vllm_ext import compat, rules, v1_attention, v1_rules, v1_runner, v1_scheduler
+from vllm_ext import compat, rules, v1_attention, v1_beside, v1_rules, v1_runner, v1_scheduler
 from vllm_ext.v1_drafter import Drafter
 from vllm_ext.v1_memory import Memory
 
@@ -19,7 +19,7 @@ else:
 
 
 class RulesWorker(PlatformWorker):  # type: ignore[misc]  # vLLM is untyped to us
-    """Named in ``worker_cls`` where a rule reports or learns."""
+    """Named in ``worker_cls`` where a rule reports, learns, or reads more than logits."""
 
     _memories: Sequence[Memory] = ()
     _reports = False
@@ -28,14 +28,23 @@ class RulesWorker(PlatformWorker):  # type: ignore[misc]  # vLLM is untyped to u
         """Refuse a vLLM that has moved before any model is loaded."""
         compat.check_hooks()
         super().init_device()
+        v1_beside.install(self.model_runner)
 
     def load_model(self, *args: Any, **kwargs: Any) -> Any:
-        """vLLM's; then rules take over what they had learnt."""
+        """vLLM's; then rules take over what they had learnt, and what they read is made."""
         result = super().load_model(*args, **kwargs)
         self._memories = v1_rules.remember(self.vllm_config)
         settings = rules.of_vllm_config(self.vllm_config)
-        self._reports = settings is not None and settings.reports is not None
+        if settings is not None:
+            self._reports = settings.reports
+            self.model_runner.read_beside(settings)
         return result
+
+    def compile_or_warm_up_model(self) -> Any:
+        """vLLM's last step before serving."""
+        times = super().compile_or_warm_up_model()
+        self.model_runner.warm_up_beside()
+        return times
 
     def sample_tokens(self, grammar_output: Any) -> Any:
         """vLLM's; what rules have noted goes with the tokens."""
@@ -69,7 +78,7 @@ class Worker(RulesWorker):
         # vLLM refuses them next to speculation, as its rejection sampler applies none; ours applies all.
         processors, model_config.logits_processors = model_config.logits_processors, None
         try:
-            super().init_device()
+            super(RulesWorker, self).init_device()
         finally:
             model_config.logits_processors = processors
         v1_runner.install(self.model_runner)

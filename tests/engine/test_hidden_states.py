@@ -18,16 +18,17 @@ LAYERS = [0, 1, 15, 30]
 def capture(worker: Any, layers: list[int]) -> None:
     """Keep, of each step, the positions of the rows with logits, their hidden states and what the last layer says."""
     from vllm_ext.hidden_states import HiddenStates
+    from vllm_ext.v1_beside import StepRows
 
     runner = worker.model_runner
-    runner.hidden_states = HiddenStates(runner, layers)
+    runner.beside = StepRows(runner.model_config.get_vocab_size(), HiddenStates(runner, layers), None)
     worker.kept, sample = [], runner._sample
 
     def sampled(logits: torch.Tensor, *args: Any) -> Any:
-        states = runner.hidden_states
-        if states is not None:
+        if runner.beside is not None:
+            states = runner.beside.hidden
             positions = runner.positions[runner.logits_rows].tolist()
-            same = torch.equal(states.logits(layers[-1]).argmax(1), logits.argmax(1))
+            same = torch.equal(states.logits(layers[-1:])[0].argmax(1), logits.argmax(1))
             worker.kept.append((positions, [states.of(layer).tolist() for layer in layers], same))
         return sample(logits, *args)
 
@@ -36,7 +37,7 @@ def capture(worker: Any, layers: list[int]) -> None:
 
 def release(worker: Any) -> Any:
     runner = worker.model_runner
-    runner.hidden_states, runner.use_aux_hidden_state_outputs = None, False
+    runner.beside, runner.use_aux_hidden_state_outputs = None, False
     runner.get_model().set_aux_hidden_state_layers(())
     return worker.kept
 

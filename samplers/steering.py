@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What rules have in common that make ``p`` of several distributions: of the model, its layers, a second model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar, Protocol
+
+import torch
+from pydantic import Field
+
+from vllm_ext.samplers.base import Asked, Row, Rule, RuleOptions, Vocabulary
+
+
+class Beside(Protocol):
+    """Other logits of the rows that a rule is applied to, in their order; float32 ``[num_rows, vocab]``."""
+
+    def layers(self, layers: Sequence[int], norm: bool) -> torch.Tensor:
+        """What the target's head makes of the hidden states after so many layers: ``[len(layers), num_rows, vocab]``.
+
+        Args:
+            layers: of `SteeringRule.layers`.
+            norm: whether its final norm comes first.
+        """
+
+    def companion(self) -> torch.Tensor:
+        """The second model's, of the same tokens; minus infinity where it knows no such token."""
+
+
+class SteeringOptions(RuleOptions):
+    """Of all rules that steer. Other fields are what a request gets that does not say otherwise."""
+
+    always: bool = Field(
+        default=False,
+        description="for every request that does not turn it off, instead of those that ask for it",
+    )
+
+
+class CompanionOptions(SteeringOptions):
+    """Of rules that read a second model."""
+
+    model: str = Field(
+        min_length=1,
+        description="folder or hub name of a companion model with the target's tokenizer; 'self': the target's own "
+        "first layers. The same for all rules of a server",
+    )
+    self_layers: int | None = Field(
+        default=None, ge=1, description="how many, with model='self'; none: a quarter of them"
+    )
+
+
+class SteeringRule(Rule):
+    """A rule that makes ``p`` of several distributions."""
+
+    name: ClassVar[str]  # in the registry; also of the parameter, a bool, that turns it on and off
+    Options: ClassVar[type[RuleOptions]] = SteeringOptions
+    # Set by the engine adapter, before any row.
+    beside: Beside
+    layer_numbers: Sequence[int] = ()  # what `layers` says of the target
+
+    def __init__(self, options: Any) -> None:
+        self.options = options
+
+    @classmethod
+    def from_options(cls, options: Any, vocabulary: Vocabulary) -> SteeringRule:
+        """See the base class."""
+        return cls(options)
+
+    @classmethod
+    def problem(cls, options: Any, params: Any, asked: Asked) -> str | None:
+        """See the base class; it goes with everything."""
+        return None
+
+    @classmethod
+    def layers(cls, options: Any, num_layers: int) -> Sequence[int]:
+        """Those of the target that it reads: after how many, 0 to ``num_layers``.
+
+        Raises:
+            ValueError: the target has no such layers; the message says which it has.
+        """
+        return ()
+
+    def value(self, row: Row, option: str) -> Any:
+        """What a request has given for an option, or else the server's."""
+        given = getattr(row.params, f"{self.name}_{option}")
+        return getattr(self.options, option) if given is None else given
+
+    def values(self, rows: Sequence[Row], option: str, like: torch.Tensor) -> torch.Tensor:
+        """Those of all rows: float32 ``[num_rows, 1]``."""
+        given = [[self.value(row, option)] for row in rows]
+        return torch.tensor(given, dtype=torch.float32, device=like.device)
+
+
+def plausible(logits: torch.Tensor, alpha: torch.Tensor) -> torch.Tensor:
+    """The tokens with at least so much of the likeliest one's probability: bool ``[num_rows, vocab]``.
+
+    Args:
+        logits: ``[num_rows, vocab]``; tokens at minus infinity are not among them.
+        alpha: ``[num_rows, 1]``, 0 to 1.
+
+    Source: "Contrastive Decoding", arXiv 2210.15097, section 3.3.
+    """
+    least = logits.amax(1, keepdim=True) + alpha.log()
+    return (logits >= least) & (logits > -torch.inf)

@@ -15,7 +15,10 @@ RULES: dict[str, str] = {
     "rpg": "vllm_ext.samplers.rpg:RpgRule",
     # These make p of what the ones before have left.
     "entropy_adaptive": "vllm_ext.samplers.entropy_adaptive:EntropyAdaptiveRule",
+    "svdecode": "vllm_ext.samplers.svdecode:SvdecodeRule",
+    "caad": "vllm_ext.samplers.caad:CaadRule",
     "contrastive": "vllm_ext.samplers.contrastive:ContrastiveRule",
+    "lol": "vllm_ext.samplers.lol:LolRule",
     "dola": "vllm_ext.samplers.dola:DolaRule",
     "momentum": "vllm_ext.samplers.momentum:MomentumRule",
     "anchored": "vllm_ext.samplers.anchored:AnchoredRule",

@@ -26,6 +26,12 @@ class Beside(Protocol):
     def companion(self) -> torch.Tensor:
         """The second model's, of the same tokens; minus infinity where it knows no such token."""
 
+    def companion_layers(self, layers: Sequence[int], norm: bool) -> torch.Tensor:
+        """As `layers`, of the second model."""
+
+    def hidden(self) -> torch.Tensor:
+        """No logits but what the target's head makes them of: ``[num_rows, hidden_size]``, in the model's dtype."""
+
 
 class SteeringOptions(RuleOptions):
     """Of all rules that steer. Other fields are what a request gets that does not say otherwise."""
@@ -57,6 +63,7 @@ class SteeringRule(Rule):
     # Set by the engine adapter, before any row.
     beside: Beside
     layer_numbers: Sequence[int] = ()  # what `layers` says of the target
+    companion_layer_numbers: Sequence[int] = ()
 
     def __init__(self, options: Any) -> None:
         self.options = options
@@ -78,6 +85,11 @@ class SteeringRule(Rule):
         Raises:
             ValueError: the target has no such layers; the message says which it has.
         """
+        return ()
+
+    @classmethod
+    def companion_layers(cls, options: Any, num_layers: int) -> Sequence[int]:
+        """Those of the second model, which has so many; see `layers`."""
         return ()
 
     def value(self, row: Row, option: str) -> Any:

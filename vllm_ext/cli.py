@@ -13,6 +13,7 @@ from vllm_ext import __version__
 from vllm_ext.bench_cli import bench_command, report_command
 from vllm_ext.datastore_cli import datastore_app
 from vllm_ext.demo_cli import demo_command
+from vllm_ext.guide_cli import caad_app, svdecode_app
 from vllm_ext.train_cli import train_app
 from vllm_ext.trie_cli import trie_app
 
@@ -29,6 +30,8 @@ app.command("report")(report_command)
 app.add_typer(datastore_app, name="datastore")
 app.add_typer(train_app, name="train")
 app.add_typer(trie_app, name="trie")
+app.add_typer(caad_app, name="caad")
+app.add_typer(svdecode_app, name="svdecode")
 
 
 def _version(value: bool) -> None:

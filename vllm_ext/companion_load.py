@@ -124,8 +124,11 @@ def _share(module: Any, source: Any) -> None:
             _share(child, getattr(source, name))
 
 
-def check(vllm_config: Any, options: Chosen, field: str = SPECULATION) -> None:
+def check(vllm_config: Any, options: Chosen, field: str = SPECULATION) -> Any:
     """Refuse at start-up a model that does not fit the target; ``field`` is what errors call the options.
+
+    Returns:
+        vLLM's ModelConfig of it.
 
     Raises:
         ValueError: naming it, what does not fit, and the way out.
@@ -148,7 +151,7 @@ def check(vllm_config: Any, options: Chosen, field: str = SPECULATION) -> None:
             f"max_model_len={target.max_model_len}: {error}"
         ) from error
     if options.model == SELF:
-        return
+        return model_config
     theirs, ours = (
         vocabulary.load_tokenizer(name, revision)
         for name, revision in ((target.tokenizer, target.tokenizer_revision), (options.model, None))
@@ -163,3 +166,4 @@ def check(vllm_config: Any, options: Chosen, field: str = SPECULATION) -> None:
             f"{field}.model={options.model!r}: its vocabulary has {rows} rows, the tokenizer {needed} "
             "tokens; there may be more rows, not fewer. Choose another."
         )
+    return model_config

@@ -65,8 +65,9 @@ HOOKS = (
         "vllm.v1.core.sched.scheduler",
         "Scheduler.add_request",
         ("self", "request"),
-        "tells workers which grammar backend the engine has",
+        "tells workers which grammar backend the engine has; keeps blocks apart that a companion model has read",
     ),
+    Hook("vllm.v1.request", "Request.update_block_hashes", ("self",), "keeps those blocks apart"),
     Hook(
         "vllm.v1.core.sched.scheduler",
         "Scheduler.get_grammar_bitmask",
@@ -367,14 +368,15 @@ def check_rules_classes(args: Any, ruled: RuleSettings) -> None:
     Raises:
         ValueError: naming the option, its value and the way out.
     """
+    schedules = ruled.reports or ruled.companion is not None
     refusals = (
         (
             (ruled.reports or ruled.learns or ruled.steers) and args.worker_cls != "auto",
             "worker_cls",
             "'auto'",
         ),
-        (ruled.reports and args.scheduler_cls is not None, "scheduler_cls", "unset"),
-        (ruled.reports and args.async_scheduling is True, "async_scheduling", "unset or False"),
+        (schedules and args.scheduler_cls is not None, "scheduler_cls", "unset"),
+        (schedules and args.async_scheduling is True, "async_scheduling", "unset or False"),
     )
     for refused, option, rule in refusals:
         if refused:

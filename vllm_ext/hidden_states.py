@@ -22,7 +22,9 @@ class HiddenStates:
     """Part of `v1_beside.StepRows`; to be read while tokens are sampled, or after the step.
 
     Args:
-        runner: vLLM's, with its model loaded and not yet compiled.
+        model: vLLM's, loaded and not yet compiled.
+        name: how errors call it.
+        most: how many layers it has.
         layers: after how many of them, ascending: 0, the embeddings, to all there are.
 
     Raises:
@@ -30,14 +32,12 @@ class HiddenStates:
         RuntimeError: the model is compiled.
     """
 
-    def __init__(self, runner: Any, layers: Sequence[int]) -> None:
-        model, name = runner.get_model(), runner.model_config.model
+    def __init__(self, model: Any, name: str, most: int, layers: Sequence[int]) -> None:
         if not supports_eagle3(model):
             raise ValueError(
                 f"{type(model).__name__}, the architecture of {name}, does not hand out hidden states of its layers: "
                 "vLLM runs no EAGLE-3 draft on it either. Choose a rule that does not read layers, or another model."
             )
-        most = runner.model_config.get_total_num_hidden_layers()
         wrong = [layer for layer in layers if not 0 <= layer <= most]
         if wrong or list(layers) != sorted(set(layers)) or not layers:
             raise ValueError(
@@ -52,7 +52,14 @@ class HiddenStates:
         self._streams: list[torch.Tensor] = []
         self._rows: torch.Tensor | None = None
         model.set_aux_hidden_state_layers(tuple(layers))
+
+    @classmethod
+    def of_target(cls, runner: Any, layers: Sequence[int]) -> HiddenStates:
+        """Those of a runner's model, which from now on has them in its steps."""
+        config = runner.model_config
+        made = cls(runner.get_model(), config.model, config.get_total_num_hidden_layers(), layers)
         runner.use_aux_hidden_state_outputs = True
+        return made
 
     def hold(self, streams: list[torch.Tensor], rows: torch.Tensor) -> None:
         """For the runner: the step's ``[num_tokens, hidden_size]``, by layer, and the rows tokens are drawn from."""

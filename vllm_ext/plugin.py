@@ -192,7 +192,7 @@ def _for_rules(engine_args: Any, ruled: RuleSettings) -> dict[str, Any]:
     options: dict[str, Any] = {}
     if ruled.reports or ruled.learns or ruled.steers:
         options["worker_cls"] = RULES_WORKER_CLASS
-    if ruled.reports:
+    if ruled.reports or ruled.companion is not None:
         options["scheduler_cls"] = RULES_SCHEDULER_CLASS
         options["async_scheduling"] = False  # vLLM's scheduler for that is another
     return options
@@ -218,14 +218,21 @@ def _check_method(vllm_config: Any, settings: Settings) -> None:
 
 def _check_rules(vllm_config: Any, ruled: RuleSettings) -> None:
     """What only the finished configuration tells of rules."""
-    from vllm_ext import compat
+    from vllm_ext import compat, rules
 
     compat.check_rules_config(vllm_config, ruled)
     ruled.check(*_vocabulary(vllm_config), vllm_config.model_config.get_total_num_hidden_layers())
-    if ruled.companion is not None:
-        from vllm_ext import companion_load, rules
+    for name, options in ruled.options.items():
+        if (file := getattr(options, "file", None)) is not None:
+            from vllm_ext import guides
 
-        companion_load.check(vllm_config, ruled.companion, f'{rules.FIELD}["rules"]')
+            with rules.named(name):
+                guides.check("file", file, name, vllm_config.model_config.model)
+    if ruled.companion is not None:
+        from vllm_ext import companion_load
+
+        companion = companion_load.check(vllm_config, ruled.companion, f'{rules.FIELD}["rules"]')
+        ruled.check_companion(companion.get_total_num_hidden_layers())
 
 
 def _vocabulary(vllm_config: Any) -> tuple[int, Callable[[], str]]:

@@ -77,6 +77,12 @@ class RuleSettings:
         """Which second model rules read, all the same; None where none does."""
         return next((each for each in self.options.values() if isinstance(each, CompanionOptions)), None)
 
+    def reads_companion(self, params: Any) -> bool:
+        """Whether a request is under a rule that reads the second model."""
+        return any(
+            isinstance(self.options.get(name), CompanionOptions) for name, _ in self.of_request(params)
+        )
+
     def grammars(self, params: Any) -> list[tuple[str, str, str]]:
         """Those that rules know by themselves: key of ``vllm_xargs``, vLLM's field for such a grammar, source."""
         found = [(name, load_rule(name).grammar(its)) for name, its in self.of_request(params)]
@@ -89,11 +95,23 @@ class RuleSettings:
             ValueError: naming the rule, the field, the value and the way out.
         """
         for name, options in self.options.items():
-            with _named(name):
+            with named(name):
                 rule = load_rule(name)
                 rule.check(options, vocab_size, tokenizer_hash)
                 if issubclass(rule, SteeringRule):
                     rule.layers(options, num_layers)
+
+    def check_companion(self, num_layers: int) -> None:
+        """Refuse layers that the second model, which has so many, does not have.
+
+        Raises:
+            ValueError: naming the rule, the field, the value and what is allowed.
+        """
+        for name, options in self.options.items():
+            rule = load_rule(name)
+            if issubclass(rule, SteeringRule):
+                with named(name):
+                    rule.companion_layers(options, num_layers)
 
     def of_request(self, params: Any) -> list[Asking]:
         """The rules that a request is under, in the registry's order.
@@ -175,7 +193,8 @@ def asked_of(params: Any) -> Asked:
 
 
 @contextmanager
-def _named(name: str) -> Iterator[None]:
+def named(name: str) -> Iterator[None]:
+    """Say of an error which rule's it is."""
     try:
         yield
     except ValueError as error:

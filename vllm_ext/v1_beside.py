@@ -3,12 +3,13 @@
 
 The second model reads what the target reads, in the same step: the same tokens at the same positions, behind the same
 metadata of trees and chains, into caches of its own that lie in the same blocks. So it is in step with the target by
-construction, whatever is cached, preempted, chunked or drafted.
+construction, whatever is cached, preempted, chunked or drafted. In steps without a request that asks for it, it rests;
+such blocks are kept apart from those that have been read by both (`v1_scheduler.RulesScheduler.add_request`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -35,23 +36,41 @@ class SecondModel:
         vllm_config: the target's.
         options: which model.
         target: vLLM's, loaded and not yet compiled.
+        layers: of a number of layers, those that are read.
     """
 
-    def __init__(self, vllm_config: Any, options: CompanionOptions, target: Any) -> None:
-        self._config, self._model, layers = companion_load.load(vllm_config, options, target, PREFIX)
+    def __init__(
+        self,
+        vllm_config: Any,
+        options: CompanionOptions,
+        target: Any,
+        layers: Callable[[int], Sequence[int]],
+    ) -> None:
+        self._config, self._model, attention = companion_load.load(vllm_config, options, target, PREFIX)
         self._hidden: torch.Tensor | None = None
+        self._streams: list[torch.Tensor] = []
+        num_layers = self._config.model_config.get_total_num_hidden_layers()
+        self.hidden: HiddenStates | None = None
+        if numbers := layers(num_layers):
+            self.hidden = HiddenStates(self._model, options.model, num_layers, numbers)
         weights = 0 if options.model == SELF else sum(p.nbytes for p in self._model.parameters())
         logger.info(
             "vllm-ext: companion model %s: %d layers, %.1f MB of weights of its own; its KV counts with the target's",
             options.model,
-            len(layers),
+            len(attention),
             weights / 1e6,
         )
 
     def forward(self, tokens: torch.Tensor, positions: torch.Tensor) -> None:
         """Where vLLM's forward context is the target's step: int32 and int64 ``[num_tokens]``."""
         known = torch.where(tokens < self._config.model_config.get_vocab_size(), tokens, 0)
-        self._hidden = self._model(input_ids=known, positions=positions, intermediate_tensors=None)
+        result = self._model(input_ids=known, positions=positions, intermediate_tensors=None)
+        self._hidden, self._streams = (result, []) if self.hidden is None else result
+
+    def begin(self, token_rows: torch.Tensor) -> None:
+        """The step's logits are about to be sampled from; see `StepRows.begin`."""
+        if self.hidden is not None:
+            self.hidden.hold(self._streams, token_rows)
 
     def logits(self, rows: torch.Tensor) -> torch.Tensor:
         """float32 ``[num_rows, own vocab]`` of some of the step's tokens. All ranks must ask."""
@@ -73,13 +92,14 @@ class StepRows:
 
     Args:
         vocab_size: the target's.
-        hidden: where layers are read.
+        read: where layers are.
         second: where a second model is.
     """
 
-    def __init__(self, vocab_size: int, hidden: HiddenStates | None, second: SecondModel | None) -> None:
-        self.hidden, self.second = hidden, second
+    def __init__(self, vocab_size: int, read: HiddenStates | None, second: SecondModel | None) -> None:
+        self.read, self.second = read, second
         self._vocab_size = vocab_size
+        self._final: torch.Tensor | None = None  # what the target's head reads, of the step's tokens
         self._token_rows: torch.Tensor | None = None  # of the step's rows with logits, among its tokens
         self._call: torch.Tensor | None = (
             None  # of the sampler's rows, among those with logits; None: all of them
@@ -87,12 +107,22 @@ class StepRows:
         self._rows: torch.Tensor | None = None  # of the rule's
         self._kept: dict[int, dict[str, dict[int, Any]]] = {}
 
-    def begin(self, token_rows: torch.Tensor, streams: list[torch.Tensor] | None) -> None:
-        """A step's logits are about to be sampled from."""
-        self._token_rows, self._call = token_rows, None
-        if self.hidden is not None:
+    def begin(
+        self, token_rows: torch.Tensor, final: torch.Tensor, streams: list[torch.Tensor] | None
+    ) -> None:
+        """A step's logits are about to be sampled from.
+
+        Args:
+            token_rows: those of the step's tokens that have logits.
+            final: ``[num_tokens, hidden_size]`` what the head reads.
+            streams: of the layers that are read, as `HiddenStates.hold` takes them.
+        """
+        self._token_rows, self._final, self._call = token_rows, final, None
+        if self.second is not None:
+            self.second.begin(token_rows)
+        if self.read is not None:
             assert streams is not None
-            self.hidden.hold(streams, token_rows)
+            self.read.hold(streams, token_rows)
 
     def call(self, rows: torch.Tensor) -> None:
         """The sampler is asked for these of the rows with logits."""
@@ -109,18 +139,38 @@ class StepRows:
 
     def layers(self, layers: Sequence[int], norm: bool) -> torch.Tensor:
         """See `Beside`."""
-        assert self.hidden is not None
-        return self.hidden.logits(layers, self._rows, norm)[..., : self._vocab_size].float()
+        assert self.read is not None
+        return self._padded(self.read.logits(layers, self._rows, norm))
 
     def companion(self) -> torch.Tensor:
         """See `Beside`."""
         assert self.second is not None
-        assert self._token_rows is not None
-        rows = self._token_rows if self._rows is None else self._token_rows[self._rows]
         with torch.inference_mode():
-            logits = self.second.logits(rows)[:, : self._vocab_size]
-        missing = self._vocab_size - logits.shape[1]
-        return torch.nn.functional.pad(logits, (0, missing), value=-torch.inf) if missing else logits
+            return self._padded(self.second.logits(self._tokens))
+
+    def companion_layers(self, layers: Sequence[int], norm: bool) -> torch.Tensor:
+        """See `Beside`."""
+        assert self.second is not None
+        assert self.second.hidden is not None
+        return self._padded(self.second.hidden.logits(layers, self._rows, norm))
+
+    def hidden(self) -> torch.Tensor:
+        """See `Beside`."""
+        assert self._final is not None
+        return self._final[self._tokens]
+
+    @property
+    def _tokens(self) -> torch.Tensor:
+        """The rule's rows among the step's tokens."""
+        assert self._token_rows is not None
+        return self._token_rows if self._rows is None else self._token_rows[self._rows]
+
+    def _padded(self, logits: torch.Tensor) -> torch.Tensor:
+        """In float32, of as many tokens as the target's."""
+        missing = self._vocab_size - logits.shape[-1]
+        if missing > 0:
+            logits = torch.nn.functional.pad(logits, (0, missing), value=-torch.inf)
+        return logits[..., : self._vocab_size].float()
 
     def kept(self, params: Any) -> dict[str, dict[int, Any]]:
         """What rules keep of a request, by rule; vLLM's SamplingParams are how a processor knows it."""
@@ -148,10 +198,12 @@ class RuledRunner:
         return result
 
     def _model_forward(self, input_ids: Any = None, positions: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """vLLM's, and the second model's."""
+        """vLLM's, and the second model's where a request of the batch asks for it."""
         result = super()._model_forward(input_ids, positions, *args, **kwargs)  # type: ignore[misc]
         if self.beside is not None and self.beside.second is not None:
-            self.beside.second.forward(input_ids, positions)
+            processors = self.input_batch.logitsprocs.all
+            if any(isinstance(each, RuleProcessor) and each.reads_companion for each in processors):
+                self.beside.second.forward(input_ids, positions)
         return result
 
     def sample_tokens(self, grammar_output: Any) -> Any:
@@ -159,7 +211,7 @@ class RuledRunner:
         state = self.execute_model_state
         if state is not None and self.beside is not None:
             assert self.logits_rows is not None
-            self.beside.begin(self.logits_rows, state.aux_hidden_states)
+            self.beside.begin(self.logits_rows, state.hidden_states, state.aux_hidden_states)
         return super().sample_tokens(grammar_output)  # type: ignore[misc]
 
     def _on_request_state_removed(self, req_id: str, req_state: Any) -> None:
@@ -171,19 +223,27 @@ class RuledRunner:
         """After the target is loaded: make what rules read beside its logits."""
         runner: Any = self
         loaded = rules.load(settings.as_json, ModelVocabulary.of(runner.model_config))
-        steering = {name: rule for name, rule in loaded.items() if isinstance(rule, SteeringRule)}
+        steering = [rule for rule in loaded.values() if isinstance(rule, SteeringRule)]
         if not steering:
             return
-        target = runner.get_model()
         num_layers = runner.model_config.get_total_num_hidden_layers()
         numbers: set[int] = set()
-        for rule in steering.values():
+        for rule in steering:
             rule.layer_numbers = rule.layers(rule.options, num_layers)
             numbers.update(rule.layer_numbers)
-        hidden = HiddenStates(runner, sorted(numbers)) if numbers else None
-        options = settings.companion
-        second = None if options is None else SecondModel(runner.vllm_config, options, target)
-        self.beside = StepRows(runner.model_config.get_vocab_size(), hidden, second)
+
+        def of_companion(num_layers: int) -> list[int]:
+            numbers: set[int] = set()
+            for rule in steering:
+                rule.companion_layer_numbers = rule.companion_layers(rule.options, num_layers)
+                numbers.update(rule.companion_layer_numbers)
+            return sorted(numbers)
+
+        read = HiddenStates.of_target(runner, sorted(numbers)) if numbers else None
+        second = None
+        if settings.companion is not None:
+            second = SecondModel(runner.vllm_config, settings.companion, runner.get_model(), of_companion)
+        self.beside = StepRows(runner.model_config.get_vocab_size(), read, second)
         for processor in runner.input_batch.logitsprocs.all:
             if isinstance(processor, RuleProcessor):
                 processor.beside = self.beside

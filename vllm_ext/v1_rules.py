@@ -24,7 +24,7 @@ from vllm.v1.structured_output.backend_xgrammar import validate_xgrammar_grammar
 from vllm_ext import rules
 from vllm_ext.rules import RuleSettings
 from vllm_ext.samplers.base import LearningRule, Row
-from vllm_ext.samplers.steering import SteeringRule
+from vllm_ext.samplers.steering import CompanionOptions, SteeringRule
 from vllm_ext.v1_memory import Memory
 from vllm_ext.vocabulary import ModelVocabulary
 
@@ -58,6 +58,15 @@ class RuleProcessor(LogitsProcessor):  # type: ignore[misc]  # vLLM is untyped t
     def is_idle(self) -> bool:
         """Whether no request of the batch is under a rule."""
         return not self.rows
+
+    @property
+    def reads_companion(self) -> bool:
+        """Whether a request of the batch is under a rule that reads the second model."""
+        return any(
+            isinstance(self.settings.options[name], CompanionOptions)
+            for its in self.rows.values()
+            for name in its
+        )
 
     def is_argmax_invariant(self) -> bool:
         """They say what may be sampled at all."""

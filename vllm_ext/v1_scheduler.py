@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's scheduler, thrice: one returns what sampling rules report, and of that kind one leaves structured requests'
-drafts to the worker, and one has KV slots for a draft model's.
+"""vLLM's scheduler, thrice: one returns what sampling rules report and keeps apart blocks that a second model has read,
+and of that kind one leaves structured requests' drafts to the worker, and one has KV slots for a draft model's.
 
 vLLM cuts drafts that are no legal chain, and reserves slots for its own draft models only, by method name;
 ``scheduler_cls`` is the option that lets others in.
@@ -41,6 +41,14 @@ class RulesScheduler(StockScheduler):  # type: ignore[misc]  # vLLM is untyped t
     def _notes(self) -> dict[str, dict[int, float]]:
         """By request id, by place in the output: rows whose token is thrown away (a prompt's parts) are replaced."""
         return {}
+
+    def add_request(self, request: Any) -> None:
+        """vLLM's. What a second model reads along with shares cached blocks only with its like: others lack its KV."""
+        if self._ruled is not None and self._ruled.reads_companion(request.sampling_params):
+            request.cache_salt = f"{request.cache_salt or ''} vllm-ext companion"
+            request.block_hashes.clear()
+            request.update_block_hashes()
+        super().add_request(request)
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
         """vLLM's."""

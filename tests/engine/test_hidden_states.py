@@ -21,12 +21,14 @@ def capture(worker: Any, layers: list[int]) -> None:
     from vllm_ext.v1_beside import StepRows
 
     runner = worker.model_runner
-    runner.beside = StepRows(runner.model_config.get_vocab_size(), HiddenStates(runner, layers), None)
+    runner.beside = StepRows(
+        runner.model_config.get_vocab_size(), HiddenStates.of_target(runner, layers), None
+    )
     worker.kept, sample = [], runner._sample
 
     def sampled(logits: torch.Tensor, *args: Any) -> Any:
         if runner.beside is not None:
-            states = runner.beside.hidden
+            states = runner.beside.read
             positions = runner.positions[runner.logits_rows].tolist()
             same = torch.equal(states.logits(layers[-1:])[0].argmax(1), logits.argmax(1))
             worker.kept.append((positions, [states.of(layer).tolist() for layer in layers], same))
@@ -46,7 +48,7 @@ def refusal(worker: Any, layers: list[int]) -> str:
     from vllm_ext.hidden_states import HiddenStates
 
     try:
-        HiddenStates(worker.model_runner, layers)
+        HiddenStates.of_target(worker.model_runner, layers)
     except ValueError as error:
         return str(error)
     return ""

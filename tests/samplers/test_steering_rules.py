@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,9 +16,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from vllm_ext.samplers import anchored, dola, momentum
+from vllm_ext.samplers import anchored, dola, guide_file, momentum, svdecode
 from vllm_ext.samplers.anchored import AnchoredOptions, AnchoredParams, AnchoredRule
 from vllm_ext.samplers.base import Asked, Row
+from vllm_ext.samplers.caad import CaadOptions, CaadParams, CaadRule
 from vllm_ext.samplers.contrastive import ContrastiveOptions, ContrastiveParams, ContrastiveRule
 from vllm_ext.samplers.dola import DolaOptions, DolaParams, DolaRule
 from vllm_ext.samplers.entropy_adaptive import (
@@ -25,8 +27,11 @@ from vllm_ext.samplers.entropy_adaptive import (
     EntropyAdaptiveParams,
     EntropyAdaptiveRule,
 )
+from vllm_ext.samplers.guide_file import Header
+from vllm_ext.samplers.lol import LolOptions, LolParams, LolRule
 from vllm_ext.samplers.momentum import MomentumOptions, MomentumParams, MomentumRule
 from vllm_ext.samplers.steering import SteeringRule
+from vllm_ext.samplers.svdecode import SvdecodeOptions, SvdecodeParams, SvdecodeRule
 
 VOCAB, END = 211, 2
 INF = math.inf
@@ -35,8 +40,14 @@ INF = math.inf
 class Fixed:
     """Logits that are given: of layers ``[num_layers, num_rows, vocab]``, of a second model ``[num_rows, vocab]``."""
 
-    def __init__(self, early: torch.Tensor | None = None, second: torch.Tensor | None = None) -> None:
-        self._early, self._second = early, second
+    def __init__(
+        self,
+        early: torch.Tensor | None = None,
+        second: torch.Tensor | None = None,
+        second_early: torch.Tensor | None = None,
+        hidden: torch.Tensor | None = None,
+    ) -> None:
+        self._early, self._second, self._second_early, self._hidden = early, second, second_early, hidden
 
     def layers(self, layers: Sequence[int], norm: bool) -> torch.Tensor:
         assert self._early is not None
@@ -46,6 +57,14 @@ class Fixed:
     def companion(self) -> torch.Tensor:
         assert self._second is not None
         return self._second.clone()
+
+    def companion_layers(self, layers: Sequence[int], norm: bool) -> torch.Tensor:
+        assert self._second_early is not None
+        return self._second_early.clone()
+
+    def hidden(self) -> torch.Tensor:
+        assert self._hidden is not None
+        return self._hidden
 
 
 def logits_of(seed: int, *shape: int) -> torch.Tensor:
@@ -367,7 +386,8 @@ def test_a_switch_by_rolling_entropy() -> None:
     rule = entropy_rule(threshold=2.0, window=3, dwell=4)
     output: list[int] = []
     row = Row([5], output, END, EntropyAdaptiveParams(), ASKED)
-    target, since, seen = True, 4, []
+    target, since = True, 4
+    seen: list[float] = []
     changes = 0
     for step in range(120):
         heat = 0.5 + 2.0 * (step % 24 >= 12)
@@ -393,6 +413,132 @@ def test_thresholds_that_leave_one_model() -> None:
         first = Row([5], [], END, row.params, ASKED, kept=row.kept)
         applied(entropy_rule(), large, [first], Fixed(second=small))
         assert torch.equal(applied(entropy_rule(), large, [row], Fixed(second=small)), expected)
+
+
+# LOL
+
+
+def test_lol_is_the_formula() -> None:
+    expert, low, amateur, low_amateur = (logits_of(seed, 4) for seed in range(4))
+    rule = LolRule(LolOptions(model="amateur", low_beta=0.7))
+    rule.layer_numbers, rule.companion_layer_numbers = [6], [3]
+    beside = Fixed(early=low[None], second=amateur, second_early=low_amateur[None])
+    found = applied(rule, expert, rows_of(LolParams(lol_beta=0.4, lol_omega=0.6), 4), beside)
+    for row in range(4):
+        p, q, r, s = (np.log(softmax(z[row].double().numpy())) for z in (expert, amateur, low, low_amateur))
+        expected = 1.4 * p - 0.4 * q + 0.6 * (1.7 * r - 0.7 * s)
+        kept = np.exp(p) >= 0.1 * np.exp(p).max()
+        np.testing.assert_array_equal(found[row].numpy() > -INF, kept)
+        np.testing.assert_allclose(found[row].numpy()[kept], expected[kept], atol=2e-5)
+    bare = applied(rule, expert, rows_of(LolParams(lol_omega=0.0), 4), Fixed(low[None], expert, low[None]))
+    kept = bare > -INF
+    torch.testing.assert_close(bare[kept], expert.log_softmax(1)[kept], atol=1e-4, rtol=1e-4)
+    assert LolRule.layers(LolOptions(model="self"), 30) == [15]
+    assert LolRule.companion_layers(LolOptions(model="self", amateur_layer=1), 4) == [1]
+    with pytest.raises(ValueError, match="amateur_layer=4 is not allowed; allowed: 0 to 3"):
+        LolRule.companion_layers(LolOptions(model="self", amateur_layer=4), 4)
+
+
+# SVDecode
+
+
+def header(rule: str) -> Header:
+    return Header(rule=rule, created="2026-01-01", model="toy", fingerprint="0", made_of=3)
+
+
+def test_directions_are_the_gradients() -> None:
+    """By finite differences: the directional derivative of KL(softmax(z) || q) along each logit."""
+    tuned, original = logits_of(0, 2).double(), logits_of(1, 2).double()
+    found = svdecode.direction(tuned, original, 1e-12)
+    torch.testing.assert_close(found.sum(1), torch.zeros(2).double(), atol=1e-12, rtol=0)
+    q = original.log_softmax(1)
+    for token in range(0, VOCAB, 17):
+        there, back = tuned.clone(), tuned.clone()
+        there[:, token] += 1e-6
+        back[:, token] -= 1e-6
+        for row in range(2):
+            slope = (kl(there[row].log_softmax(0), q[row]) - kl(back[row].log_softmax(0), q[row])) / 2e-6
+            assert float(found[row, token]) == pytest.approx(slope, abs=1e-7)
+    assert not svdecode.direction(tuned, tuned, 1e-12).abs().max() > 1e-12
+
+
+def test_the_best_strength_is_a_newton_step() -> None:
+    tuned, delta = logits_of(0, 40).double(), logits_of(1, 1)[0].double() * 0.1
+    tokens = (tuned + 2.0 * delta).argmax(1)
+
+    def loss(mu: float) -> float:
+        return -float((tuned + mu * delta).log_softmax(1).gather(1, tokens[:, None]).sum())
+
+    slope, curvature = (loss(1e-4) - loss(-1e-4)) / 2e-4, (loss(1e-3) - 2 * loss(0) + loss(-1e-3)) / 1e-6
+    found = svdecode.best_strength(tuned, delta, tokens)
+    assert found == pytest.approx(-slope / curvature, rel=1e-3)
+    assert svdecode.best_strength(tuned, torch.zeros(VOCAB), tokens) == 0.0
+
+
+def test_svdecode_moves_plausible_tokens_only(tmp_path: Path) -> None:
+    delta = logits_of(7, 1)[0]
+    file = tmp_path / "task.guide"
+    guide_file.write(file, {"delta": delta[:200].clone(), "mu": torch.tensor(2.0)}, header("svdecode"))
+    rule = SvdecodeRule(SvdecodeOptions(file=str(file), alpha=0.3))
+    logits = logits_of(0, 3)
+    rows = rows_of(SvdecodeParams(), 1) + rows_of(SvdecodeParams(svdecode_strength=0.0), 1)
+    rows += rows_of(SvdecodeParams(svdecode_strength=-1.0, svdecode_alpha=1.0), 1)
+    found = applied(rule, logits, rows)
+    p = logits.softmax(1)
+    kept = p[0] >= 0.3 * p[0].max()
+    kept[200:] = False
+    expected = torch.where(kept, logits[0] + 2.0 * delta, logits[0])
+    torch.testing.assert_close(found[0], expected)
+    assert torch.equal(found[1], logits[1])
+    assert int((found[2] != logits[2]).sum()) == 1
+    with pytest.raises(ValueError, match=r"file=.* has 200 tokens, the model 100"):
+        SvdecodeRule.check(rule.options, 100, lambda: "")
+
+
+# CAAD
+
+
+def test_caad_adds_what_neighbours_say(tmp_path: Path) -> None:
+    generator = torch.Generator().manual_seed(0)
+    contexts = torch.nn.functional.normalize(torch.randn(20, 16, generator=generator), dim=1)
+    kept = logits_of(3, 20).log_softmax(1).topk(12, 1)
+    gains = kept.values - kept.values[:, -1:]
+    file = tmp_path / "store"
+    guide_file.write(file, {"contexts": contexts, "ids": kept.indices.int(), "gains": gains}, header("caad"))
+    rule = CaadRule(CaadOptions(file=str(file), neighbours=3, threshold=0.5, temperature=0.2))
+    logits, hidden = logits_of(0, 4), torch.randn(4, 16, generator=generator)
+    hidden[0], hidden[1] = contexts[5] * 7.0, contexts[5] + 0.1 * hidden[1]
+    hidden[2] = contexts[9]
+    hidden[3] = -contexts.sum(0)  # nothing is near
+    rows = rows_of(CaadParams(), 2) + rows_of(CaadParams(caad_strength=0.0), 1) + rows_of(CaadParams(), 1)
+    found = applied(rule, logits, rows, Fixed(hidden=hidden))
+    for row in range(2):
+        unit = hidden[row].double() / hidden[row].double().norm()
+        similar = contexts.double() @ unit
+        best = similar.argsort(descending=True)[:3]
+        weights = softmax(similar[best].numpy() / 0.2)
+        expected = logits[row].double().clone()
+        for weight, place in zip(weights, best.tolist(), strict=True):
+            expected[kept.indices[place]] += 0.5 * float(similar.max()) * weight * gains[place].double()
+        torch.testing.assert_close(found[row].double(), expected, atol=1e-5, rtol=1e-5)
+    assert torch.equal(found[2:], logits[2:])
+    strong = rows_of(CaadParams(caad_strength=100.0), 1)
+    alone = applied(
+        CaadRule(CaadOptions(file=str(file), neighbours=1)), logits[:1], strong, Fixed(hidden=hidden[:1])
+    )
+    assert int(alone.argmax()) == int(kept.indices[5, 0])
+
+
+def test_files_of_other_rules_are_refused(tmp_path: Path) -> None:
+    file = tmp_path / "task.guide"
+    guide_file.write(file, {"delta": torch.zeros(3), "mu": torch.tensor(2.0)}, header("svdecode"))
+    with pytest.raises(ValueError, match="is a file of rule svdecode, not of caad"):
+        guide_file.read("file", str(file), "caad")
+    with pytest.raises(ValueError, match=r"file='/none' cannot be read .*`vllm-ext caad build`"):
+        guide_file.read("file", "/none", "caad")
+    file.write_bytes(file.read_bytes()[:-3])
+    with pytest.raises(ValueError, match="cannot be read"):
+        guide_file.read("file", str(file), "svdecode")
 
 
 @pytest.mark.parametrize(

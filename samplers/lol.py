@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rule lol: contrasts with an amateur at the last layer and at a lower one, added up.
+
+``F_N = (1 + beta) log p_e - beta log p_a`` of the two models' last layers, ``F_j`` the same of a lower layer of each;
+``p`` is the softmax of ``F_N + omega F_j`` over the expert's plausible tokens. The amateur is meant to be the model
+itself, taught to hallucinate; any companion will do that the contrast is wanted with. With ``omega = 0`` this is
+induced contrastive decoding.
+
+Source: "Lower Layers Matter" (LOL), arXiv 2408.08769, multi-layer fusion. Its truthfulness refocus, a third pass of the
+model behind an instruction, is left out. The paper's coefficients are its own; the defaults here are not tuned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from pydantic import Field
+
+from vllm_ext.samplers.base import Row, RuleParams
+from vllm_ext.samplers.steering import CompanionOptions, SteeringRule, plausible
+
+
+class LolOptions(CompanionOptions):
+    """Of the server."""
+
+    beta: float = Field(default=1.0, ge=0.0, le=10.0, description="strength of the last layers' contrast")
+    low_beta: float = Field(
+        default=1.0, ge=0.0, le=10.0, description="strength of the lower layers' contrast"
+    )
+    omega: float = Field(default=0.3, ge=0.0, le=10.0, description="weight of the lower layers")
+    alpha: float = Field(
+        default=0.1,
+        gt=0.0,
+        le=1.0,
+        description="plausible tokens have this part of the likeliest one's probability",
+    )
+    layer: int | None = Field(
+        default=None, ge=0, description="how many of the expert's layers are the lower one; none: half"
+    )
+    amateur_layer: int | None = Field(
+        default=None, ge=0, description="how many of the companion's; none: half"
+    )
+
+
+class LolParams(RuleParams):
+    """Of a request; what it leaves out is the server's."""
+
+    lol: bool = Field(default=True, description="whether the request is under the rule")
+    lol_beta: float | None = Field(default=None, ge=0.0, le=10.0)
+    lol_omega: float | None = Field(default=None, ge=0.0, le=10.0)
+    lol_alpha: float | None = Field(default=None, gt=0.0, le=1.0)
+
+
+class LolRule(SteeringRule):
+    """Contrasts of two layers with a companion's."""
+
+    name = "lol"
+    summary = "contrasts with a weaker model at the last layer and at a lower one"
+    paper = "arXiv 2408.08769"
+    Options = LolOptions
+    Params = LolParams
+
+    @classmethod
+    def layers(cls, options: LolOptions, num_layers: int) -> Sequence[int]:
+        """See the base class."""
+        return _lower("layer", options.layer, num_layers)
+
+    @classmethod
+    def companion_layers(cls, options: LolOptions, num_layers: int) -> Sequence[int]:
+        """See the base class."""
+        return _lower("amateur_layer", options.amateur_layer, num_layers)
+
+    def apply(self, logits: torch.Tensor, rows: Sequence[Row]) -> None:
+        """See the base class."""
+        kept = plausible(logits, self.values(rows, "alpha", logits))
+        amateur = self.beside.companion()
+        low = self.beside.layers(self.layer_numbers, True)[0]
+        low_amateur = self.beside.companion_layers(self.companion_layer_numbers, True)[0]
+        known = amateur > -torch.inf
+        log_p, log_a, log_low, log_low_a = (
+            each.log_softmax(1) for each in (logits, amateur, low, low_amateur)
+        )
+        beta, low_beta = self.values(rows, "beta", logits), self.options.low_beta
+        scores = (1.0 + beta) * log_p - beta * log_a
+        scores += self.values(rows, "omega", logits) * ((1.0 + low_beta) * log_low - low_beta * log_low_a)
+        # Where the amateur knows none of the plausible tokens there is nothing to contrast.
+        none = ~(kept & known).any(1, keepdim=True)
+        best = logits == logits.amax(1, keepdim=True)
+        logits.copy_(
+            torch.where(
+                none, torch.where(best, logits, -torch.inf), torch.where(kept & known, scores, -torch.inf)
+            )
+        )
+
+
+def _lower(field: str, layer: int | None, num_layers: int) -> list[int]:
+    if layer is None:
+        return [num_layers // 2]
+    if layer >= num_layers:
+        raise ValueError(f"{field}={layer} is not allowed; allowed: 0 to {num_layers - 1}")
+    return [layer]

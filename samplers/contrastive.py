@@ -19,7 +19,7 @@ import torch
 from pydantic import Field
 
 from vllm_ext.samplers.base import Row, RuleParams
-from vllm_ext.samplers.steering import CompanionOptions, SteeringRule, plausible
+from vllm_ext.samplers.steering import CompanionOptions, SteeringRule, leave, plausible
 
 Form = Literal["scaled", "ratio"]
 
@@ -65,14 +65,12 @@ class ContrastiveRule(SteeringRule):
 
     def apply(self, logits: torch.Tensor, rows: Sequence[Row]) -> None:
         """See the base class."""
-        amateur = self.beside.companion()
-        kept = plausible(logits, self.values(rows, "alpha", logits)) & (amateur > -torch.inf)
-        # Where the amateur knows none of the plausible tokens there is nothing to contrast.
-        kept |= ~kept.any(1, keepdim=True) & (logits == logits.amax(1, keepdim=True))
+        of = plausible(logits, self.values(rows, "alpha", logits))
+        amateur = self.beside.companion(of.ids)
         beta = self.values(rows, "beta", logits)
-        scores = (1.0 + beta) * logits - beta * amateur
+        scores = (1.0 + beta) * of.logits - beta * amateur
         ratio = [place for place, row in enumerate(rows) if self.value(row, "form") == "ratio"]
-        if ratio:
-            cooled = amateur[ratio] / self.values([rows[i] for i in ratio], "amateur_temperature", logits)
-            scores[ratio] = logits[ratio].log_softmax(1) - cooled.log_softmax(1)
-        logits.copy_(torch.where(kept, scores, -torch.inf))
+        if ratio:  # up to what is the same of all tokens: the logarithms of both normalizers
+            heat = self.values([rows[place] for place in ratio], "amateur_temperature", logits)
+            scores[ratio] = of.logits[ratio] - amateur[ratio] / heat
+        leave(logits, of, torch.where(amateur > -torch.inf, scores, -torch.inf))

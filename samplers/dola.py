@@ -13,6 +13,7 @@ grammar or another rule has ruled out before is ruled out in all layers.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Literal
 
@@ -20,7 +21,14 @@ import torch
 from pydantic import Field
 
 from vllm_ext.samplers.base import Row, RuleParams
-from vllm_ext.samplers.steering import SteeringOptions, SteeringRule, plausible
+from vllm_ext.samplers.steering import (
+    Plausible,
+    SteeringOptions,
+    SteeringRule,
+    leave,
+    plausible,
+    plausible_mask,
+)
 
 
 class DolaOptions(SteeringOptions):
@@ -36,6 +44,13 @@ class DolaOptions(SteeringOptions):
         gt=0.0,
         le=1.0,
         description="plausible tokens have this part of the likeliest one's probability",
+    )
+    among: int | None = Field(
+        default=None,
+        ge=2,
+        le=4096,
+        description="choose the layer by so many of the likeliest tokens alone, as if there were no others: of several "
+        "candidates this costs a fraction; none: by all, as in the paper",
     )
     norm: bool = Field(default=False, description="whether early hidden states pass the final norm")
 
@@ -74,26 +89,55 @@ class DolaRule(SteeringRule):
 
     def apply(self, logits: torch.Tensor, rows: Sequence[Row]) -> None:
         """See the base class."""
-        early = self.beside.layers(self.layer_numbers, self.options.norm)
-        early.masked_fill_(logits == -torch.inf, -torch.inf)
-        log_q = logits.log_softmax(1)
-        chosen = early[0]
-        if len(early) > 1:
-            log_early = early.log_softmax(2)
-            farthest = divergence(log_q, log_early).argmax(0)
-            chosen = log_early[farthest, torch.arange(len(logits), device=logits.device)]
-        kept = plausible(logits, self.values(rows, "alpha", logits))
-        logits.copy_(torch.where(kept, log_q - chosen, -torch.inf))
+        options, numbers = self.options, self.layer_numbers
+        among = options.among if len(numbers) > 1 else None
+        of = plausible(logits, self.values(rows, "alpha", logits), among or 1)
+        if len(numbers) > 1 and among is None:  # all of the vocabulary, for the choice
+            of = Plausible(None, logits, plausible_mask(logits, self.values(rows, "alpha", logits)))
+        every = self.beside.layers(numbers, options.norm, of.ids)
+        farthest = torch.zeros(len(logits), dtype=torch.int64, device=logits.device)
+        if len(numbers) > 1:
+            final, of_layers = of.logits, every
+            if among is not None and of.ids is None:
+                ids = logits.topk(min(among, logits.shape[1]), 1).indices
+                final, of_layers = logits.gather(1, ids), every.gather(2, ids.expand(len(every), *ids.shape))
+            # Whatever else stands behind the likeliest is other rows' doing.
+            farthest = divergence(final[:, :among], of_layers[:, :, :among]).argmax(0)
+        early = every[farthest, torch.arange(len(logits), device=logits.device)]
+        # Up to what is the same of all tokens: the logarithms of both normalizers.
+        leave(logits, of, of.logits - early)
 
 
-def divergence(log_q: torch.Tensor, log_early: torch.Tensor) -> torch.Tensor:
+def divergence(final: torch.Tensor, early: torch.Tensor) -> torch.Tensor:
     """Jensen-Shannon divergence in nats, ``[num_layers, num_rows]``.
 
+    ``(sum q log q + sum r log r - sum (q + r) log((q + r) / 2)) / 2``, with one logarithm a token and layer: those of
+    ``q`` and ``r`` are their logits, less their normalizers'. Row by row on a CPU, whose caches then hold them.
+
     Args:
-        log_q: ``[num_rows, vocab]`` log-probabilities.
-        log_early: ``[num_layers, num_rows, vocab]``.
+        final: ``[num_rows, vocab]`` logits; a token at minus infinity is ruled out in all layers.
+        early: ``[num_layers, num_rows, vocab]``.
     """
-    q, early = log_q.exp(), log_early.exp()
-    log_middle = ((q + early) / 2).clamp_min_(torch.finfo(q.dtype).tiny).log_()
-    # Not one difference of logarithms each: of tokens that are ruled out these are minus infinity, times nothing.
-    return (torch.xlogy(q, q) + torch.xlogy(early, early) - (q + early) * log_middle).sum(2) / 2
+    if final.is_cpu and early[..., 0].numel() > 1:
+        rows = [
+            torch.stack([_divergence(row, layer) for layer in layers])
+            for row, layers in zip(final, early.transpose(0, 1), strict=True)
+        ]
+        return torch.stack(rows, 1)
+    return _divergence(final, early)
+
+
+def _divergence(final: torch.Tensor, early: torch.Tensor) -> torch.Tensor:
+    q, q_entropy = _distribution(final)
+    r, r_entropy = _distribution(torch.where(final > -torch.inf, early, -torch.inf))
+    both = q + r
+    mixed = (both * both.clamp_min(torch.finfo(both.dtype).tiny).log_()).sum(-1)
+    return (2 * math.log(2) - q_entropy - r_entropy - mixed) / 2
+
+
+def _distribution(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Probabilities and their entropy in nats."""
+    p = logits.softmax(-1)
+    most = logits.amax(-1)
+    total = most - p.amax(-1).log()  # of the exponentials, their logarithm
+    return p, total - (p * logits.clamp_min(torch.finfo(p.dtype).min)).sum(-1)

@@ -18,7 +18,7 @@ import torch
 from pydantic import Field
 
 from vllm_ext.samplers.base import Row, RuleParams
-from vllm_ext.samplers.steering import CompanionOptions, SteeringRule, plausible
+from vllm_ext.samplers.steering import CompanionOptions, SteeringRule, leave, plausible
 
 
 class LolOptions(CompanionOptions):
@@ -73,25 +73,15 @@ class LolRule(SteeringRule):
 
     def apply(self, logits: torch.Tensor, rows: Sequence[Row]) -> None:
         """See the base class."""
-        kept = plausible(logits, self.values(rows, "alpha", logits))
-        amateur = self.beside.companion()
-        low = self.beside.layers(self.layer_numbers, True)[0]
-        low_amateur = self.beside.companion_layers(self.companion_layer_numbers, True)[0]
-        known = amateur > -torch.inf
-        log_p, log_a, log_low, log_low_a = (
-            each.log_softmax(1) for each in (logits, amateur, low, low_amateur)
-        )
+        of = plausible(logits, self.values(rows, "alpha", logits))
+        amateur = self.beside.companion(of.ids)
+        low = self.beside.layers(self.layer_numbers, True, of.ids)[0]
+        low_amateur = self.beside.companion_layers(self.companion_layer_numbers, True, of.ids)[0]
+        # Up to what is the same of all tokens: the logarithms of the normalizers.
         beta, low_beta = self.values(rows, "beta", logits), self.options.low_beta
-        scores = (1.0 + beta) * log_p - beta * log_a
-        scores += self.values(rows, "omega", logits) * ((1.0 + low_beta) * log_low - low_beta * log_low_a)
-        # Where the amateur knows none of the plausible tokens there is nothing to contrast.
-        none = ~(kept & known).any(1, keepdim=True)
-        best = logits == logits.amax(1, keepdim=True)
-        logits.copy_(
-            torch.where(
-                none, torch.where(best, logits, -torch.inf), torch.where(kept & known, scores, -torch.inf)
-            )
-        )
+        scores = (1.0 + beta) * of.logits - beta * amateur
+        scores += self.values(rows, "omega", logits) * ((1.0 + low_beta) * low - low_beta * low_amateur)
+        leave(logits, of, torch.where(amateur > -torch.inf, scores, -torch.inf))
 
 
 def _lower(field: str, layer: int | None, num_layers: int) -> list[int]:

@@ -4,29 +4,38 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 from pydantic import Field
 
 from vllm_ext.samplers.base import Asked, Row, Rule, RuleOptions, Vocabulary
 
+MOST_IDS = 512  # tokens of a row that are looked up one by one; beyond it the whole head is cheaper
+
 
 class Beside(Protocol):
-    """Other logits of the rows that a rule is applied to, in their order; float32 ``[num_rows, vocab]``."""
+    """Other logits of the rows that a rule is applied to, in their order; float32 ``[num_rows, vocab]``.
 
-    def layers(self, layers: Sequence[int], norm: bool) -> torch.Tensor:
-        """What the target's head makes of the hidden states after so many layers: ``[len(layers), num_rows, vocab]``.
+    Where ``ids`` are given, int64 ``[num_rows, k]``, they are those tokens' alone, ``[num_rows, k]``: most rules
+    contrast few tokens, and a model's head is large.
+    """
+
+    def layers(self, layers: Sequence[int], norm: bool, ids: torch.Tensor | None = None) -> torch.Tensor:
+        """What the target's head makes of the hidden states after so many layers: ``[len(layers), num_rows, ...]``.
 
         Args:
             layers: of `SteeringRule.layers`.
             norm: whether its final norm comes first.
+            ids: see above.
         """
 
-    def companion(self) -> torch.Tensor:
+    def companion(self, ids: torch.Tensor | None = None) -> torch.Tensor:
         """The second model's, of the same tokens; minus infinity where it knows no such token."""
 
-    def companion_layers(self, layers: Sequence[int], norm: bool) -> torch.Tensor:
+    def companion_layers(
+        self, layers: Sequence[int], norm: bool, ids: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """As `layers`, of the second model."""
 
     def hidden(self) -> torch.Tensor:
@@ -103,14 +112,58 @@ class SteeringRule(Rule):
         return torch.tensor(given, dtype=torch.float32, device=like.device)
 
 
-def plausible(logits: torch.Tensor, alpha: torch.Tensor) -> torch.Tensor:
-    """The tokens with at least so much of the likeliest one's probability: bool ``[num_rows, vocab]``.
+class Plausible(NamedTuple):
+    """Tokens that a contrast is about, and their logits."""
+
+    ids: torch.Tensor | None  # int64 [num_rows, k], likeliest first; None: all of the vocabulary
+    logits: torch.Tensor  # [num_rows, k]
+    kept: (
+        torch.Tensor
+    )  # bool [num_rows, k]: which of them are plausible; of a row with fewer others fill it up
+
+
+def plausible(logits: torch.Tensor, alpha: torch.Tensor, at_least: int = 1) -> Plausible:
+    """The tokens with at least so much of the likeliest one's probability.
 
     Args:
         logits: ``[num_rows, vocab]``; tokens at minus infinity are not among them.
         alpha: ``[num_rows, 1]``, 0 to 1.
+        at_least: how many ids there are to be, plausible or not.
+
+    """
+    kept = plausible_mask(logits, alpha)
+    most = min(max(int(kept.sum(1).max()), at_least), logits.shape[1])
+    if most > max(MOST_IDS, at_least):
+        return Plausible(None, logits, kept)
+    ids = logits.topk(most, 1).indices
+    return Plausible(ids, logits.gather(1, ids), kept.gather(1, ids))
+
+
+def plausible_mask(logits: torch.Tensor, alpha: torch.Tensor) -> torch.Tensor:
+    """Which they are: bool ``[num_rows, vocab]``; see `plausible`.
 
     Source: "Contrastive Decoding", arXiv 2210.15097, section 3.3.
     """
     least = logits.amax(1, keepdim=True) + alpha.log()
     return (logits >= least) & (logits > -torch.inf)
+
+
+def leave(logits: torch.Tensor, of: Plausible, scores: torch.Tensor) -> None:
+    """Make scores the logits, in place: of plausible tokens, and minus infinity of all others.
+
+    A score of minus infinity stands for a token that cannot be contrasted; where there are only such, the likeliest one
+    is left.
+
+    Args:
+        logits: ``[num_rows, vocab]``.
+        of: what was plausible.
+        scores: ``[num_rows, k]``, of its tokens.
+    """
+    kept = of.kept & (scores > -torch.inf) & (scores < torch.inf)
+    none = ~kept.any(1, keepdim=True)
+    kept = kept | (none & (of.logits == of.logits.amax(1, keepdim=True)))
+    scores = torch.where(kept, torch.where(none, of.logits, scores), -torch.inf)
+    if of.ids is None:
+        logits.copy_(scores)
+    else:
+        logits.fill_(-torch.inf).scatter_(1, of.ids, scores)

@@ -20,7 +20,7 @@ from pydantic import Field
 
 from vllm_ext.samplers import guide_file
 from vllm_ext.samplers.base import Row, RuleParams, Vocabulary
-from vllm_ext.samplers.steering import SteeringOptions, SteeringRule, plausible
+from vllm_ext.samplers.steering import SteeringOptions, SteeringRule, plausible_mask
 
 
 class SvdecodeOptions(SteeringOptions):
@@ -80,7 +80,7 @@ class SvdecodeRule(SteeringRule):
 
     def apply(self, logits: torch.Tensor, rows: Sequence[Row]) -> None:
         """See the base class."""
-        kept = plausible(logits, self.values(rows, "alpha", logits))[:, : len(self._step)]
+        kept = plausible_mask(logits, self.values(rows, "alpha", logits))[:, : len(self._step)]
         step = self._step.to(logits.device) * self.values(rows, "strength", logits)
         logits[:, : len(self._step)] += torch.where(kept, step, 0.0)
 
@@ -95,7 +95,7 @@ def direction(tuned: torch.Tensor, original: torch.Tensor, alpha: float) -> torc
     """
     log_p, log_q = tuned.double().log_softmax(1), original.double().log_softmax(1)
     gradient = log_p - log_q + 1.0
-    gradient = torch.where(plausible(log_p, torch.full_like(log_p[:, :1], alpha)), gradient, 0.0)
+    gradient = torch.where(plausible_mask(log_p, torch.full_like(log_p[:, :1], alpha)), gradient, 0.0)
     p = log_p.exp()
     return p * (gradient - (p * gradient).sum(1, keepdim=True))
 

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 from vllm.model_executor.models.interfaces import supports_eagle3
 
 
@@ -70,21 +71,65 @@ class HiddenStates:
         return self._streams[self.layers.index(layer)][self._rows]
 
     def logits(
-        self, layers: Sequence[int], rows: torch.Tensor | None = None, norm: bool = True
+        self,
+        layers: Sequence[int],
+        rows: torch.Tensor | None = None,
+        norm: bool = True,
+        ids: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """What the target's head makes of them, which is read once: ``[len(layers), num_rows, vocab_size]``.
+        """What the model's head makes of them, which is read once: ``[len(layers), num_rows, vocab_size]``.
 
         All ranks must ask.
 
         Args:
             layers: some of those that are kept.
             rows: int64, of the step's rows with logits; all of them if it is None.
-            norm: whether the target's final norm comes first.
+            norm: whether the model's final norm comes first.
+            ids: int64 ``[num_rows, k]``, tokens that are asked for alone; None: all.
         """
         with torch.inference_mode():
-            hidden = torch.stack(
-                [self.of(layer) if rows is None else self.of(layer)[rows] for layer in layers]
-            )
-            flat = hidden.flatten(0, 1)
-            logits: torch.Tensor = self._model.compute_logits(self._model.model.norm(flat) if norm else flat)
-            return logits.view(*hidden.shape[:2], -1)
+            of_layers = [self.of(layer) for layer in layers]
+            hidden = torch.stack(of_layers if rows is None else [each[rows] for each in of_layers])
+            if norm:
+                hidden = self._model.model.norm(hidden.flatten(0, 1)).view_as(hidden)
+            return head_logits(self._model, hidden, ids)
+
+
+def head_logits(model: Any, hidden: torch.Tensor, ids: torch.Tensor | None) -> torch.Tensor:
+    """What a model's head makes of hidden states: ``[num_layers, num_rows, vocab_size]``, or of some tokens alone.
+
+    Args:
+        model: vLLM's.
+        hidden: ``[num_layers, num_rows, hidden_size]``.
+        ids: int64 ``[num_rows, k]``; None: all.
+
+    Returns:
+        in the model's dtype; with ``ids`` float32 ``[num_layers, num_rows, k]``, minus infinity where there is no such
+        token.
+    """
+    if ids is not None and (weight := _plain_head(model)) is not None:
+        known = ids < len(weight)
+        rows = weight[torch.where(known, ids, 0)]  # [num_rows, k, hidden_size]
+        scores = torch.matmul(rows, hidden.permute(1, 2, 0)).float().permute(2, 0, 1)
+        return torch.where(known, scores, -torch.inf)
+    logits: torch.Tensor = model.compute_logits(hidden.flatten(0, 1))
+    logits = logits.view(*hidden.shape[:2], -1)
+    if ids is None:
+        return logits
+    known = ids < logits.shape[2]
+    where = torch.where(known, ids, 0).expand(len(logits), *ids.shape)
+    return torch.where(known, logits.gather(2, where).float(), -torch.inf)
+
+
+def _plain_head(model: Any) -> torch.Tensor | None:
+    """The head's weight ``[vocab_size, hidden_size]``, where its rows are all there is to it."""
+    head, processor = getattr(model, "lm_head", None), getattr(model, "logits_processor", None)
+    if head is None or processor is None or processor.soft_cap is not None or processor.scale != 1.0:
+        return None
+    if getattr(head, "tp_size", 1) > 1 or getattr(head, "bias", None) is not None:
+        return None
+    weight = getattr(head, "weight", None)
+    if not isinstance(getattr(head, "quant_method", None), UnquantizedEmbeddingMethod) or weight is None:
+        return None
+    plain: torch.Tensor = weight[: model.config.vocab_size]
+    return plain

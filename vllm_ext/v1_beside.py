@@ -17,7 +17,7 @@ from vllm.forward_context import set_forward_context
 from vllm.logger import init_logger
 
 from vllm_ext import companion_load, rules
-from vllm_ext.hidden_states import HiddenStates
+from vllm_ext.hidden_states import HiddenStates, head_logits
 from vllm_ext.proposers.draft_model import SELF
 from vllm_ext.rules import RuleSettings
 from vllm_ext.samplers.steering import CompanionOptions, SteeringRule
@@ -72,11 +72,10 @@ class SecondModel:
         if self.hidden is not None:
             self.hidden.hold(self._streams, token_rows)
 
-    def logits(self, rows: torch.Tensor) -> torch.Tensor:
-        """float32 ``[num_rows, own vocab]`` of some of the step's tokens. All ranks must ask."""
+    def logits(self, rows: torch.Tensor, ids: torch.Tensor | None) -> torch.Tensor:
+        """Of some of the step's tokens; see `head_logits`. All ranks must ask."""
         assert self._hidden is not None
-        logits: torch.Tensor = self._model.compute_logits(self._hidden[rows]).float()
-        return logits
+        return head_logits(self._model, self._hidden[rows][None], ids)[0]
 
     def warm_up(self, num_tokens: int) -> None:
         """Compile it, as vLLM's own warm-up does the target."""
@@ -84,7 +83,7 @@ class SecondModel:
         with torch.inference_mode(), set_forward_context(None, self._config, num_tokens=num_tokens):
             zeros = torch.zeros(num_tokens, dtype=torch.int64, device=device)
             self.forward(zeros.to(torch.int32), zeros)
-            self.logits(zeros[:2])
+            self.logits(zeros[:2], None)
 
 
 class StepRows:
@@ -137,22 +136,24 @@ class StepRows:
             rows = index if rows is None else rows[index]
         self._rows = rows
 
-    def layers(self, layers: Sequence[int], norm: bool) -> torch.Tensor:
+    def layers(self, layers: Sequence[int], norm: bool, ids: torch.Tensor | None = None) -> torch.Tensor:
         """See `Beside`."""
         assert self.read is not None
-        return self._padded(self.read.logits(layers, self._rows, norm))
+        return self._padded(self.read.logits(layers, self._rows, norm, ids), ids)
 
-    def companion(self) -> torch.Tensor:
+    def companion(self, ids: torch.Tensor | None = None) -> torch.Tensor:
         """See `Beside`."""
         assert self.second is not None
         with torch.inference_mode():
-            return self._padded(self.second.logits(self._tokens))
+            return self._padded(self.second.logits(self._tokens, ids), ids)
 
-    def companion_layers(self, layers: Sequence[int], norm: bool) -> torch.Tensor:
+    def companion_layers(
+        self, layers: Sequence[int], norm: bool, ids: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """See `Beside`."""
         assert self.second is not None
         assert self.second.hidden is not None
-        return self._padded(self.second.hidden.logits(layers, self._rows, norm))
+        return self._padded(self.second.hidden.logits(layers, self._rows, norm, ids), ids)
 
     def hidden(self) -> torch.Tensor:
         """See `Beside`."""
@@ -165,8 +166,10 @@ class StepRows:
         assert self._token_rows is not None
         return self._token_rows if self._rows is None else self._token_rows[self._rows]
 
-    def _padded(self, logits: torch.Tensor) -> torch.Tensor:
-        """In float32, of as many tokens as the target's."""
+    def _padded(self, logits: torch.Tensor, ids: torch.Tensor | None) -> torch.Tensor:
+        """In float32, of as many tokens as the target's, or of those that were asked for."""
+        if ids is not None:
+            return logits
         missing = self._vocab_size - logits.shape[-1]
         if missing > 0:
             logits = torch.nn.functional.pad(logits, (0, missing), value=-torch.inf)

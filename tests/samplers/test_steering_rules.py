@@ -37,6 +37,10 @@ VOCAB, END = 211, 2
 INF = math.inf
 
 
+def at(logits: torch.Tensor, ids: Any) -> torch.Tensor:
+    return logits.clone() if ids is None else logits.gather(-1, ids.expand(*logits.shape[:-1], ids.shape[-1]))
+
+
 class Fixed:
     """Logits that are given: of layers ``[num_layers, num_rows, vocab]``, of a second model ``[num_rows, vocab]``."""
 
@@ -49,18 +53,18 @@ class Fixed:
     ) -> None:
         self._early, self._second, self._second_early, self._hidden = early, second, second_early, hidden
 
-    def layers(self, layers: Sequence[int], norm: bool) -> torch.Tensor:
+    def layers(self, layers: Sequence[int], norm: bool, ids: Any = None) -> torch.Tensor:
         assert self._early is not None
         assert len(layers) == len(self._early)
-        return self._early.clone()
+        return at(self._early, ids)
 
-    def companion(self) -> torch.Tensor:
+    def companion(self, ids: Any = None) -> torch.Tensor:
         assert self._second is not None
-        return self._second.clone()
+        return at(self._second, ids)
 
-    def companion_layers(self, layers: Sequence[int], norm: bool) -> torch.Tensor:
+    def companion_layers(self, layers: Sequence[int], norm: bool, ids: Any = None) -> torch.Tensor:
         assert self._second_early is not None
-        return self._second_early.clone()
+        return at(self._second_early, ids)
 
     def hidden(self) -> torch.Tensor:
         assert self._hidden is not None
@@ -83,6 +87,14 @@ def applied(
     result = logits.clone()
     rule.apply(result, rows)
     return result
+
+
+def assert_same_scores(found: torch.Tensor, expected: Any) -> None:
+    """Of the same tokens, up to what is added to all of them."""
+    kept = expected > -INF
+    np.testing.assert_array_equal(found.numpy() > -INF, kept)
+    left, right = found.double().numpy()[kept], expected[kept]
+    np.testing.assert_allclose(left - left.max(), right - right.max(), atol=1e-5)
 
 
 def softmax(scores: Any) -> Any:
@@ -123,10 +135,7 @@ def test_contrastive_ratio_is_the_formula() -> None:
     found = applied(contrastive(), expert, rows, Fixed(second=amateur))
     for row in range(2):
         p, q = (softmax(z[row].double().numpy() / t) for z, t in ((expert, 1.0), (amateur, 0.5)))
-        expected = np.where(p >= 0.1 * p.max(), np.log(p) - np.log(q), -INF)
-        kept = expected > -INF
-        np.testing.assert_array_equal(found[row].numpy() > -INF, kept)
-        np.testing.assert_allclose(found[row].numpy()[kept], expected[kept], atol=1e-5)
+        assert_same_scores(found[row], np.where(p >= 0.1 * p.max(), np.log(p) - np.log(q), -INF))
     alone = applied(contrastive(), expert[2:], rows[2:], Fixed(second=amateur[2:]))
     assert torch.equal(found[2:], alone)
 
@@ -195,9 +204,7 @@ def test_dola_is_the_formula_row_by_row() -> None:
             final[row].double().numpy(), [z[row].double().numpy() for z in early], 0.1
         )
         chosen.add(layer)
-        kept = expected > -INF
-        np.testing.assert_array_equal(found[row].numpy() > -INF, kept)
-        np.testing.assert_allclose(found[row].numpy()[kept], expected[kept], atol=1e-5)
+        assert_same_scores(found[row], expected)
         alone = applied(rule, final[row : row + 1], rows[:1], Fixed(early=early[:, row : row + 1]))
         assert torch.equal(found[row], alone[0])
     assert len(chosen) > 1
@@ -224,9 +231,32 @@ def test_divergences_are_symmetric_and_bounded() -> None:
     assert bool((there > 0).all())
     assert bool((there <= math.log(2)).all())
     torch.testing.assert_close(dola.divergence(one, one[None]), torch.zeros(1, 4).double())
-    apart = torch.full((2, 1, 4), -INF)
-    apart[0, 0, :2], apart[1, 0, 2:] = -math.log(2), -math.log(2)
+    apart = torch.full((2, 1, 4), -200.0)
+    apart[0, 0, :2], apart[1, 0, 2:] = 0.0, 0.0
     torch.testing.assert_close(dola.divergence(apart[0], apart[1:]), torch.tensor([[math.log(2)]]))
+    masked = torch.where(torch.arange(VOCAB) < 9, one.exp(), -INF)
+    few = dola.divergence(one[:, :9].exp(), other[None, :, :9])
+    torch.testing.assert_close(dola.divergence(masked, other[None]), few)
+
+
+def test_dola_among_few_tokens() -> None:
+    """The layer is chosen as if there were no others; with all of them among these nothing is different."""
+    final, early = logits_of(0, 8), logits_of(1, 3, 8)
+    rows, beside = rows_of(DolaParams(), 8), Fixed(early=early)
+    every = applied(dola_rule(candidates=[2, 4, 8]), final, rows, beside)
+    torch.testing.assert_close(
+        applied(dola_rule(candidates=[2, 4, 8], among=VOCAB), final, rows, beside).softmax(1),
+        every.softmax(1),
+    )
+    found = applied(dola_rule(candidates=[2, 4, 8], among=6), final, rows, beside)
+    for row in range(8):
+        ids = final[row].topk(6).indices
+        layer, _ = dola_by_formula(
+            final[row, ids].double().numpy(), [z[row, ids].double().numpy() for z in early], 0.1
+        )
+        p = softmax(final[row].double().numpy())
+        expected = np.log(p) - early[layer, row].double().numpy()
+        assert_same_scores(found[row], np.where(p >= 0.1 * p.max(), expected, -INF))
 
 
 def test_dola_layers() -> None:
@@ -427,12 +457,10 @@ def test_lol_is_the_formula() -> None:
     for row in range(4):
         p, q, r, s = (np.log(softmax(z[row].double().numpy())) for z in (expert, amateur, low, low_amateur))
         expected = 1.4 * p - 0.4 * q + 0.6 * (1.7 * r - 0.7 * s)
-        kept = np.exp(p) >= 0.1 * np.exp(p).max()
-        np.testing.assert_array_equal(found[row].numpy() > -INF, kept)
-        np.testing.assert_allclose(found[row].numpy()[kept], expected[kept], atol=2e-5)
+        assert_same_scores(found[row], np.where(np.exp(p) >= 0.1 * np.exp(p).max(), expected, -INF))
     bare = applied(rule, expert, rows_of(LolParams(lol_omega=0.0), 4), Fixed(low[None], expert, low[None]))
     kept = bare > -INF
-    torch.testing.assert_close(bare[kept], expert.log_softmax(1)[kept], atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(bare[kept], expert[kept], atol=1e-4, rtol=1e-4)
     assert LolRule.layers(LolOptions(model="self"), 30) == [15]
     assert LolRule.companion_layers(LolOptions(model="self", amateur_layer=1), 4) == [1]
     with pytest.raises(ValueError, match="amateur_layer=4 is not allowed; allowed: 0 to 3"):

@@ -22,7 +22,9 @@ from pydantic import Field
 from vllm_ext.samplers.base import Asked, Row, RuleParams
 from vllm_ext.samplers.steering import CompanionOptions, SteeringRule
 
-TOLERANCE = 1e-6  # nats of a step's budget that may be left
+MARGIN = 1e-5  # nats: float32 is as coarse
+TINY = 1e-9  # nats of a step's budget that are left
+POLISHING = 4  # steps in float64 at most
 STEPS = 60  # of a Newton iteration that bisects where it would leave its bracket
 
 
@@ -108,35 +110,62 @@ def nearest(
         log-probabilities ``[num_rows, vocab]`` and their divergence from ``safe``, ``[num_rows]``, above ``budget`` by
         rounding at most.
     """
-    ratio = torch.where(risky > -torch.inf, risky - safe, 0.0).nan_to_num_(0.0, 0.0, 0.0)
-    weighable = torch.where(risky > -torch.inf, safe, -torch.inf)  # of the path but for its safe end
-
-    def at(theta: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Log of the normalizer, divergence from ``safe`` and its slope at ``[num_rows]`` points of the path."""
-        scores = weighable + theta[:, None] * ratio
-        total = scores.logsumexp(1)
-        q = (scores - total[:, None]).exp_()
-        mean = (q * ratio).sum(1)
-        variance = (q * ratio.square()).sum(1) - mean.square()
-        return total, theta * mean - total, theta * variance
-
-    below, above = torch.zeros_like(budget), torch.ones_like(budget)
-    _, whole, _ = at(above)
-    free = whole <= budget
-    # A little below the budget, so that what is found is within it.
-    target = (budget - TOLERANCE / 2).clamp_min(0.0)
-    best, theta = torch.zeros_like(budget), target / (target + 1.0)
+    # float32 to look for the point, which takes most of the time; float64 to weigh it.
+    path = _Path(risky.float(), safe.float())
+    room = budget.float()
+    below, above = torch.zeros_like(room), torch.ones_like(room)
+    free = path.at(above)[1] <= room - MARGIN
+    best, theta = torch.zeros_like(room), room / (room + 1.0)
+    target = (room - MARGIN).clamp_min(0.0)
     for _ in range(STEPS):
-        _, divergence, slope = at(theta)
-        fits = divergence <= budget
+        _, divergence, slope = path.at(theta)
+        fits = divergence <= target
         below, above = torch.where(fits, theta, below), torch.where(fits, above, theta)
         best = torch.where(fits, divergence, best)
-        if bool((free | (best >= budget - TOLERANCE)).all()):
+        if bool((free | (best >= target - MARGIN)).all()):
             break
-        step = theta - (divergence - target) / slope.clamp_min(1e-300)
+        step = theta - (divergence - target + MARGIN / 2) / slope.clamp_min(1e-30)
         theta = torch.where((step > below) & (step < above), step, (below + above) / 2)
-    theta = torch.where(free, torch.ones_like(below), below)
-    total, divergence, _ = at(theta)
-    safely = theta == 0.0
-    log_q = torch.where(safely[:, None], safe, weighable + theta[:, None] * ratio - total[:, None])
+    path = _Path(risky, safe)
+    chosen = torch.where(free, torch.ones_like(below), below).double()
+    total, divergence, slope = path.at(chosen)
+    # What float32 took to be within the budget may not be; the safe end is.
+    outside = divergence > budget
+    chosen, total, divergence = (torch.where(outside, 0.0, each) for each in (chosen, total, divergence))
+    point, cost = chosen, divergence
+    for _ in range(POLISHING):  # steps overshoot at first: the divergence is convex
+        if bool((free | (divergence >= budget - 2 * TINY)).all()):
+            break
+        point = (point + (budget - TINY - cost) / slope.clamp_min(1e-300)).clamp(0.0, 1.0)
+        of_point, cost, slope = path.at(point)
+        better = (cost <= budget) & (cost > divergence)
+        chosen, total, divergence = (
+            torch.where(better, new, old)
+            for new, old in ((point, chosen), (of_point, total), (cost, divergence))
+        )
+    safely = chosen == 0.0
+    log_q = torch.where(safely[:, None], safe, path.scores(chosen) - total[:, None])
     return log_q, torch.where(safely, 0.0, divergence).clamp_min_(0.0)
+
+
+class _Path:
+    """Between rows of log-probabilities ``[num_rows, vocab]``, but for its safe end: what one rules out is out."""
+
+    def __init__(self, risky: torch.Tensor, safe: torch.Tensor) -> None:
+        inside = (risky > -torch.inf) & (safe > -torch.inf)
+        self._ratio = torch.where(inside, risky - safe, 0.0)
+        self._square = self._ratio.square()
+        self._safe = torch.where(inside, safe, -torch.inf)
+
+    def scores(self, theta: torch.Tensor) -> torch.Tensor:
+        """Logarithms, up to the normalizer's, at ``[num_rows]`` points."""
+        return torch.addcmul(self._safe, theta[:, None], self._ratio)
+
+    def at(self, theta: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Log of the normalizer, divergence from the safe end and its slope, ``[num_rows]``."""
+        scores = self.scores(theta)
+        total = scores.logsumexp(1)
+        q = scores.sub_(total[:, None]).exp_()
+        mean = torch.linalg.vecdot(q, self._ratio)
+        variance = torch.linalg.vecdot(q, self._square) - mean.square()
+        return total, theta * mean - total, theta * variance

@@ -23,7 +23,7 @@ os.environ.setdefault(
 )  # a mutation is sent to a worker as a function
 
 # Go with those that share engines, so that both lanes (Makefile) take equally long.
-BESIDE_SHARED = {"test_bench.py", "test_sampling_rules.py"}
+BESIDE_SHARED = {"test_bench.py", "test_sampling_rules.py", "test_steering.py"}
 SHUTDOWN_SECONDS = 30  # after which an engine is killed; it takes 5 to 10
 ENGINE_OPTIONS: dict[str, Any] = {
     "dtype": "float32",

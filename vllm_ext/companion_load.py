@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 import torch
-from vllm.config import ModelConfig
+from vllm.config import ModelConfig, set_current_vllm_config
 from vllm.config.utils import replace
 
 from vllm_ext import vocabulary
@@ -45,7 +45,7 @@ def load(vllm_config: Any, options: Chosen, target: Any, prefix: str) -> tuple[A
     config = replace(vllm_config, model_config=second_model_config(vllm_config, options), quant_config=None)
     context = vllm_config.compilation_config.static_forward_context
     before = set(context)
-    with set_model_tag(prefix):
+    with set_current_vllm_config(vllm_config), set_model_tag(prefix):
         if options.model == SELF:
             model = _first_layers(config, target, prefix)
         else:

@@ -24,12 +24,11 @@ pytestmark = pytest.mark.engine
 
 GREEDY: dict[str, Any] = {"temperature": 0}
 SEEDED: dict[str, Any] = {"temperature": 0.9, "seed": 3}
-COMPANION = {"model": "self", "self_layers": 1}
 RULES: dict[str, dict[str, Any]] = {
-    "contrastive": {**COMPANION, "alpha": 0.05},
-    "anchored": {**COMPANION, "k": 0.4},
-    "entropy_adaptive": {**COMPANION, "threshold": 4.0, "dwell": 2},
-    "lol": {**COMPANION, "omega": 0.5, "alpha": 0.05},
+    "contrastive": {"alpha": 0.05},
+    "anchored": {"k": 0.4},
+    "entropy_adaptive": {"threshold": 4.0, "dwell": 2},
+    "lol": {"omega": 0.5, "alpha": 0.05},
     "dola": {"candidates": [0, 1], "norm": True},
     "momentum": {},
     "svdecode": {"strength": 8.0, "alpha": 0.01},
@@ -49,9 +48,11 @@ def options(slice_dir: str, model_dir: str, tmp_path_factory: pytest.TempPathFac
         for prompt, answer in zip(own_prompts(), answers, strict=False)
     ]
     (folder / "examples.jsonl").write_text("\n".join(examples))
-    original = slices.write(Path(model_dir), tmp_path_factory.mktemp("one"), layers=1, heads=8, kv_heads=2)
+    first_layer = slices.write(Path(model_dir), tmp_path_factory.mktemp("one"), layers=1, heads=8, kv_heads=2)
     rules = {name: dict(each) for name, each in RULES.items()}
-    for name, more in (("caad", []), ("svdecode", ["--original", original])):
+    for name in ("contrastive", "anchored", "entropy_adaptive", "lol"):
+        rules[name]["model"] = first_layer
+    for name, more in (("caad", []), ("svdecode", ["--original", first_layer])):
         rules[name]["file"] = str(folder / name)
         arguments = [name, "build", str(folder / "examples.jsonl"), "--model", slice_dir]
         result = CliRunner().invoke(app, [*arguments, "--output", rules[name]["file"], *more])
@@ -67,7 +68,7 @@ def plain(slice_dir: str, options: dict[str, Any]) -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def trees(
-    slice_dir: str, options: dict[str, Any], tested_method: dict[str, Any], plain: Any
+    slice_dir: str, options: dict[str, Any], tested_method: dict[str, Any], plain: Any, plain_slice_llm: Any
 ) -> Iterator[Any]:
     # The last engine made in a process is the one whose metrics there are. It has room for 17 times 128 tokens.
     yield from engine(slice_dir, tested_method, **options, num_gpu_blocks_override=17)

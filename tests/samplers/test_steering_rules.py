@@ -315,7 +315,7 @@ def kl(log_q: torch.Tensor, log_p: torch.Tensor) -> float:
 @pytest.mark.parametrize("budget", [0.0, 1e-4, 0.02, 0.15, 1.0, 3.0, 100.0])
 def test_the_nearest_point_is_bisections(budget: float) -> None:
     risky, safe = (logits_of(seed, 4).double().log_softmax(1) for seed in (4, 5))
-    log_q, spent = anchored.nearest(risky, safe, torch.full((4,), budget).double())
+    log_q, spent = anchored.nearest(risky, safe, torch.full((4,), budget, dtype=torch.float64))
     for row in range(4):
         low, high = 0.0, 1.0
         for _ in range(200):
@@ -323,7 +323,7 @@ def test_the_nearest_point_is_bisections(budget: float) -> None:
             point = ((1 - theta) * safe[row] + theta * risky[row]).log_softmax(0)
             low, high = (theta, high) if kl(point, safe[row]) <= budget else (low, theta)
         expected = ((1 - low) * safe[row] + low * risky[row]).log_softmax(0)
-        torch.testing.assert_close(log_q[row], expected, atol=2e-3 if budget < 0.01 else 1e-4, rtol=0)
+        torch.testing.assert_close(log_q[row], expected, atol=1e-5, rtol=0)
         assert float(spent[row]) == pytest.approx(kl(log_q[row], safe[row]), abs=1e-9)
         assert kl(log_q[row], safe[row]) <= budget + 1e-9
     if budget == 0.0:
@@ -337,7 +337,7 @@ def test_tokens_that_one_model_rules_out() -> None:
     risky[:, :3] = -INF
     safe[:, 3:6] = -INF
     risky, safe = risky.log_softmax(1), safe.log_softmax(1)
-    log_q, spent = anchored.nearest(risky, safe, torch.tensor([0.0, 0.5, 50.0]).double())
+    log_q, spent = anchored.nearest(risky, safe, torch.tensor([0.0, 0.5, 50.0], dtype=torch.float64))
     assert not log_q.isnan().any()
     assert bool((log_q[:, 3:6] == -INF).all())
     assert bool((log_q[1:, :3] == -INF).all())

@@ -30,6 +30,8 @@ from vllm_ext.samplers.steering import (
     plausible_mask,
 )
 
+LARGE = 8192  # tokens of a row whose temporaries had better stay in a CPU's cache
+
 
 class DolaOptions(SteeringOptions):
     """Of the server."""
@@ -101,7 +103,7 @@ class DolaRule(SteeringRule):
             if among is not None and of.ids is None:
                 ids = logits.topk(min(among, logits.shape[1]), 1).indices
                 final, of_layers = logits.gather(1, ids), every.gather(2, ids.expand(len(every), *ids.shape))
-            # Whatever else stands behind the likeliest is other rows' doing.
+            # More ids may have been looked up than the choice is to be among.
             farthest = divergence(final[:, :among], of_layers[:, :, :among]).argmax(0)
         early = every[farthest, torch.arange(len(logits), device=logits.device)]
         # Up to what is the same of all tokens: the logarithms of both normalizers.
@@ -118,7 +120,7 @@ def divergence(final: torch.Tensor, early: torch.Tensor) -> torch.Tensor:
         final: ``[num_rows, vocab]`` logits; a token at minus infinity is ruled out in all layers.
         early: ``[num_layers, num_rows, vocab]``.
     """
-    if final.is_cpu and early[..., 0].numel() > 1:
+    if final.is_cpu and final.shape[1] > LARGE and early[..., 0].numel() > 1:
         rows = [
             torch.stack([_divergence(row, layer) for layer in layers])
             for row, layers in zip(final, early.transpose(0, 1), strict=True)

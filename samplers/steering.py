@@ -11,7 +11,9 @@ from pydantic import Field
 
 from vllm_ext.samplers.base import Asked, Row, Rule, RuleOptions, Vocabulary
 
-MOST_IDS = 512  # tokens of a row that are looked up one by one; beyond it the whole head is cheaper
+FIRST_IDS = (
+    64  # tokens of a row that are looked up one by one; with more that are plausible it is the whole head
+)
 
 
 class Beside(Protocol):
@@ -128,15 +130,14 @@ def plausible(logits: torch.Tensor, alpha: torch.Tensor, at_least: int = 1) -> P
     Args:
         logits: ``[num_rows, vocab]``; tokens at minus infinity are not among them.
         alpha: ``[num_rows, 1]``, 0 to 1.
-        at_least: how many ids there are to be, plausible or not.
+        at_least: how many ids there are to be.
 
     """
-    kept = plausible_mask(logits, alpha)
-    most = min(max(int(kept.sum(1).max()), at_least), logits.shape[1])
-    if most > max(MOST_IDS, at_least):
-        return Plausible(None, logits, kept)
-    ids = logits.topk(most, 1).indices
-    return Plausible(ids, logits.gather(1, ids), kept.gather(1, ids))
+    values, ids = logits.topk(min(max(FIRST_IDS, at_least), logits.shape[1]), 1)
+    kept = (values >= values[:, :1] + alpha.log()) & (values > -torch.inf)
+    if bool(kept[:, -1].any()):  # there may be more
+        return Plausible(None, logits, plausible_mask(logits, alpha))
+    return Plausible(ids, values, kept)
 
 
 def plausible_mask(logits: torch.Tensor, alpha: torch.Tensor) -> torch.Tensor:

@@ -84,8 +84,7 @@ def budget(llm: Any, prompts: list[Any]) -> dict[str, Any]:
     from vllm import SamplingParams
 
     given = [
-        SamplingParams(temperature=1.0, max_tokens=64, extra_args={"anchored_k": K})
-        for _ in range(ANSWERS)
+        SamplingParams(temperature=1.0, max_tokens=64, extra_args={"anchored_k": K}) for _ in range(ANSWERS)
     ]
     asked = [prompts[i % len(prompts)] for i in range(ANSWERS)]
     shares = []

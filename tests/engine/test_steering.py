@@ -155,6 +155,19 @@ def test_free_requests_are_as_without_rules(plain_slice_llm: Any, expected: list
     assert_same_outputs(tokens_of(free), tokens_of(expected[-2:]))
 
 
+def test_cached_prefixes_that_the_companion_has_not_read(plain: Any, trees: Any) -> None:
+    """A free request has left a prompt's blocks in the cache; the next one's companion needs its own."""
+    prompt = {"prompt_token_ids": prompts_of(plain, 8)[4] * 6}
+    assert len(prompt["prompt_token_ids"]) > 2 * 128
+    given = [params(GREEDY, contrastive=True), params(GREEDY), params(GREEDY, lol=True)]
+    first = [plain.generate([prompt], given[i].clone(), use_tqdm=False)[0] for i in (0, 2, 1)]
+    then = [trees.generate([prompt], given[i].clone(), use_tqdm=False)[0] for i in (1, 0, 2)]
+    assert_same_outputs(tokens_of([first[2], first[0], first[1]]), tokens_of(then))
+    # The second that asks for a companion finds what the first one's has read.
+    assert then[1].num_cached_tokens == 0
+    assert then[2].num_cached_tokens >= 128
+
+
 def mistake_rows(worker: Any) -> None:
     """The mutation: all rows of a walk read what stands beside the first."""
     from vllm_ext.v1_beside import StepRows

@@ -98,6 +98,17 @@ def test_dola(real: SimpleNamespace) -> None:
     check(found, log_q - log_early[chosen, torch.arange(len(chosen))], real.final, 0.1)
 
 
+def test_dola_among_few_tokens_mostly_chooses_the_same(real: SimpleNamespace) -> None:
+    tokens = []
+    for among in (None, 128):
+        rule = DolaRule(DolaOptions(candidates=CANDIDATES, among=among))
+        rule.layer_numbers = CANDIDATES
+        tokens.append(applied(rule, real, DolaParams()).argmax(1))
+    same = float((tokens[0] == tokens[1]).double().mean())
+    print(f"greedy tokens: {same:.3f} the same")
+    assert same > 0.8
+
+
 def test_lol(real: SimpleNamespace) -> None:
     rule = LolRule(LolOptions(model="x"))
     rule.layer_numbers, rule.companion_layer_numbers = [CANDIDATES[2]], [CANDIDATES[0]]

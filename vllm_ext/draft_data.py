@@ -20,6 +20,7 @@ from vllm_ext.datastore_files import Progress
 Int32 = npt.NDArray[np.int32]
 
 SHARD = 64  # prompts
+CPU_MEMORY = 0.5  # of a CPU's memory, for the model and its KV cache
 TEMPERATURES = (
     0.0,
     1.0,
@@ -68,8 +69,11 @@ def generate(
     if not missing:
         return
     from vllm import LLM, SamplingParams
+    from vllm.platforms import current_platform
 
-    llm = LLM(model, **{"max_logprobs": max(top_k, 20), **engine_options})
+    # Of a CPU's memory vLLM would take nine tenths, which other programs on the machine may have to do with as well.
+    share = {"gpu_memory_utilization": CPU_MEMORY} if current_platform.is_cpu() else {}
+    llm = LLM(model, **{"max_logprobs": max(top_k, 20), **share, **engine_options})
     for start in missing:
         part = list(chats[start : start + SHARD])
         params = [

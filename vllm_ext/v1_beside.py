@@ -100,9 +100,8 @@ class StepRows:
         self._vocab_size = vocab_size
         self._final: torch.Tensor | None = None  # what the target's head reads, of the step's tokens
         self._token_rows: torch.Tensor | None = None  # of the step's rows with logits, among its tokens
-        self._call: torch.Tensor | None = (
-            None  # of the sampler's rows, among those with logits; None: all of them
-        )
+        # Of the sampler's rows, among those with logits; None: all of them.
+        self._call: torch.Tensor | None = None
         self._rows: torch.Tensor | None = None  # of the rule's
         self._kept: dict[int, dict[str, dict[int, Any]]] = {}
 

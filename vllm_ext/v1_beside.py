@@ -9,7 +9,7 @@ such blocks are kept apart from those that have been read by both (`v1_scheduler
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -93,17 +93,26 @@ class StepRows:
         vocab_size: the target's.
         read: where layers are.
         second: where a second model is.
+        requests: vLLM's states of all there are, by id.
     """
 
-    def __init__(self, vocab_size: int, read: HiddenStates | None, second: SecondModel | None) -> None:
+    def __init__(
+        self,
+        vocab_size: int,
+        read: HiddenStates | None,
+        second: SecondModel | None,
+        requests: Mapping[str, Any],
+    ) -> None:
         self.read, self.second = read, second
+        self._requests = requests
         self._vocab_size = vocab_size
         self._final: torch.Tensor | None = None  # what the target's head reads, of the step's tokens
         self._token_rows: torch.Tensor | None = None  # of the step's rows with logits, among its tokens
         # Of the sampler's rows, among those with logits; None: all of them.
         self._call: torch.Tensor | None = None
         self._rows: torch.Tensor | None = None  # of the rule's
-        self._kept: dict[int, dict[str, dict[int, Any]]] = {}
+        # By request id, by rule, by place in the output.
+        self._kept: dict[str, dict[str, dict[int, Any]]] = {}
 
     def begin(
         self, token_rows: torch.Tensor, final: torch.Tensor, streams: list[torch.Tensor] | None
@@ -174,13 +183,14 @@ class StepRows:
             logits = torch.nn.functional.pad(logits, (0, missing), value=-torch.inf)
         return logits[..., : self._vocab_size].float()
 
-    def kept(self, params: Any) -> dict[str, dict[int, Any]]:
-        """What rules keep of a request, by rule; vLLM's SamplingParams are how a processor knows it."""
-        return self._kept.setdefault(id(params), {})
+    def kept(self, output: list[int]) -> dict[str, dict[int, Any]]:
+        """What rules keep of a request, by rule. Its list of output tokens is how a processor knows it."""
+        name = next(name for name, state in self._requests.items() if state.output_token_ids is output)
+        return self._kept.setdefault(name, {})
 
-    def forget(self, params: Any) -> None:
+    def forget(self, request_id: str) -> None:
         """A request is gone."""
-        self._kept.pop(id(params), None)
+        self._kept.pop(request_id, None)
 
 
 class RuledRunner:
@@ -218,8 +228,8 @@ class RuledRunner:
 
     def _on_request_state_removed(self, req_id: str, req_state: Any) -> None:
         super()._on_request_state_removed(req_id, req_state)  # type: ignore[misc]
-        if self.beside is not None and req_state is not None:
-            self.beside.forget(req_state.sampling_params)
+        if self.beside is not None:
+            self.beside.forget(req_id)
 
     def read_beside(self, settings: RuleSettings) -> None:
         """After the target is loaded: make what rules read beside its logits."""
@@ -245,7 +255,7 @@ class RuledRunner:
         second = None
         if settings.companion is not None:
             second = SecondModel(runner.vllm_config, settings.companion, runner.get_model(), of_companion)
-        self.beside = StepRows(runner.model_config.get_vocab_size(), read, second)
+        self.beside = StepRows(runner.model_config.get_vocab_size(), read, second, runner.requests)
         for processor in runner.input_batch.logitsprocs.all:
             if isinstance(processor, RuleProcessor):
                 processor.beside = self.beside

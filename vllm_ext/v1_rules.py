@@ -8,9 +8,11 @@ configuration, in whatever process it takes requests in; so the rules' settings 
 
 from __future__ import annotations
 
+import copy
 import functools
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -84,11 +86,21 @@ class RuleProcessor(LogitsProcessor):  # type: ignore[misc]  # vLLM is untyped t
         if not asking:
             return None
         asked, end = rules.asked_of(params), params.eos_token_id
-        kept = {} if self.beside is None else self.beside.kept(params)
+        kept = {} if self.beside is None else self.beside.kept(output)
         return {
             name: Row(prompt or [], output, end, its, asked, kept=kept.setdefault(name, {}))
             for name, its in asking
         }
+
+    def behind(self, requests: Sequence[int], outputs: Sequence[list[int]]) -> RuleProcessor:
+        """The same for some of the batch's requests, each behind its own longer output."""
+        other = copy.copy(self)
+        other.rows = {
+            new: {name: replace(row, output=output) for name, row in self.rows[old].items()}
+            for new, (old, output) in enumerate(zip(requests, outputs, strict=True))
+            if old in self.rows
+        }
+        return other
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
         """See vLLM's."""
@@ -118,21 +130,22 @@ def _check_grammar(key: str, field: str, source: str) -> None:
         raise ValueError(f"vllm_xargs {key}: {error}") from None
 
 
-def take_notes(processors: Any, names: Sequence[str], into: dict[str, Notes]) -> None:
-    """Move what rules have noted of this step's rows.
+def take_notes(processors: Any, names: Sequence[str]) -> dict[str, Notes]:
+    """What rules have noted of this step's rows, by request id; it is theirs no more.
 
     Args:
         processors: vLLM's LogitsProcessors.
         names: request ids, by batch index.
-        into: by request id, what was noted, by place in the output.
     """
+    found: dict[str, Notes] = {}
     for processor in processors.all:
         if isinstance(processor, RuleProcessor) and processor.settings.reports:
             for index, rows in processor.rows.items():
                 for row in rows.values():
                     if row.notes:
-                        into.setdefault(names[index], {}).update(row.notes)
+                        found.setdefault(names[index], {}).update(row.notes)
                         row.notes.clear()
+    return found
 
 
 def remember(vllm_config: Any) -> list[Memory]:

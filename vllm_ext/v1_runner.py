@@ -33,7 +33,6 @@ from vllm_ext.proposers.step_cost import StepCost
 from vllm_ext.proposers.tree import Int32
 from vllm_ext.v1_beside import RuledRunner
 from vllm_ext.v1_drafter import Drafter
-from vllm_ext.v1_rules import Notes
 from vllm_ext.v1_sampler import TreeSampler
 from vllm_ext.v1_trees import StepTrees
 
@@ -56,9 +55,6 @@ class SpeculativeRunner(RuledRunner):
     step_common: Any = None  # vLLM's metadata of the step, of no group in particular
     greedy_choice: Int32 | None = None  # [num_rows] argmax of each row, while no mask is in the logits
     step_started: float = 0.0
-    path_notes: dict[
-        str, Notes
-    ]  # what rules have noted of rows behind drafts, by request id; until the step's end
     # Of the caches there are: by KV group, what copies tokens between slots.
     kv_movers: Sequence[tuple[int, Callable[[torch.Tensor, torch.Tensor], None]]] = ()
 
@@ -339,7 +335,6 @@ def install(runner: Any) -> None:
     # Not a submodule: a runner is no nn.Module, and vLLM walks no module tree through its sampler.
     sampler.runner = runner
     runner.rejection_sampler = sampler
-    runner.path_notes = {}
     # With any speculation vLLM builds the minimum-length processor only; the walk is right with all of them, also
     # with those that the user brings or another package has registered.
     own = tuple(runner.model_config.logits_processors or ())

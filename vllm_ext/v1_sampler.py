@@ -27,7 +27,7 @@ from vllm.v1.sample.rejection_sampler import PLACEHOLDER_TOKEN_ID, RejectionSamp
 from vllm_ext.grammars import Masks
 from vllm_ext.samplers.tree_walk import greedy_walk, walk
 from vllm_ext.v1_drawn import DrawnSampler
-from vllm_ext.v1_rules import RuleProcessor, take_notes
+from vllm_ext.v1_rules import RuleProcessor
 from vllm_ext.v1_trees import StepTrees
 
 VERIFICATION = 0xACCE  # in the seed of its noise: apart from the draft's
@@ -153,9 +153,6 @@ class _Rounds:
         if self._runner.beside is not None:
             self._runner.beside.call(index.to(self._logits.device))
         output = self._sampler(logits=logits, sampling_metadata=metadata)
-        if not first:
-            names = [self._runner.input_batch.req_ids[request] for request in requests]
-            take_notes(metadata.logitsprocs, names, self._runner.path_notes)
         if output.logprobs_tensors is not None:
             self._parts.append((list(requests), output.logprobs_tensors))
         tokens: list[int] = output.sampled_token_ids[:, 0].tolist()
@@ -211,25 +208,25 @@ class _Rounds:
         )
 
     def _processors(self, requests: Sequence[int], emitted: Sequence[Sequence[int]]) -> LogitsProcessors:
-        """Fresh processors that know these requests only, at these output lengths."""
+        """Processors that know these requests only, at these output lengths: fresh ones, where they are not ours."""
         runner, processors = self._runner, self._metadata.logitsprocs
         if all(map(_is_idle, processors.all)):
             return LogitsProcessors()
-        added = []
-        for new, (request, tokens) in enumerate(zip(requests, emitted, strict=True)):
-            state = runner.requests[runner.input_batch.req_ids[request]]
-            added.append(
-                (new, state.sampling_params, state.prompt_token_ids, [*state.output_token_ids, *tokens])
-            )
-        update = BatchUpdate(batch_size=len(requests), removed=[], added=added, moved=[])
-        fresh = [
-            type(processor)(runner.vllm_config, runner.device, PIN_MEMORY) for processor in processors.all
+        states = [runner.requests[runner.input_batch.req_ids[request]] for request in requests]
+        outputs = [[*state.output_token_ids, *tokens] for state, tokens in zip(states, emitted, strict=True)]
+        added = [
+            (new, state.sampling_params, state.prompt_token_ids, output)
+            for new, (state, output) in enumerate(zip(states, outputs, strict=True))
         ]
-        for processor in fresh:
+        update = BatchUpdate(batch_size=len(requests), removed=[], added=added, moved=[])
+        made = []
+        for processor in processors.all:
             if isinstance(processor, RuleProcessor):
-                processor.beside = runner.beside
-            processor.update_state(update)
-        return LogitsProcessors(fresh)
+                made.append(processor.behind(requests, outputs))
+            else:
+                made.append(type(processor)(runner.vllm_config, runner.device, PIN_MEMORY))
+                made[-1].update_state(update)
+        return LogitsProcessors(made)
 
 
 def _is_plain_greedy(metadata: Any) -> bool:

@@ -51,11 +51,8 @@ class RulesWorker(PlatformWorker):  # type: ignore[misc]  # vLLM is untyped to u
         output = super().sample_tokens(grammar_output)
         if self._reports and output is not None:
             runner = self.model_runner
-            notes: dict[str, v1_rules.Notes] = getattr(runner, "path_notes", {})
-            v1_rules.take_notes(runner.input_batch.logitsprocs, runner.input_batch.req_ids, notes)
+            notes = v1_rules.take_notes(runner.input_batch.logitsprocs, runner.input_batch.req_ids)
             setattr(output, v1_scheduler.NOTES, notes)
-            if hasattr(runner, "path_notes"):
-                runner.path_notes = {}
         return output
 
     def shutdown(self) -> None:

@@ -21,9 +21,8 @@ def capture(worker: Any, layers: list[int]) -> None:
     from vllm_ext.v1_beside import StepRows
 
     runner = worker.model_runner
-    runner.beside = StepRows(
-        runner.model_config.get_vocab_size(), HiddenStates.of_target(runner, layers), None
-    )
+    read = HiddenStates.of_target(runner, layers)
+    runner.beside = StepRows(runner.model_config.get_vocab_size(), read, None, runner.requests)
     worker.kept, sample = [], runner._sample
 
     def sampled(logits: torch.Tensor, *args: Any) -> Any:

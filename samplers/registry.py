@@ -17,6 +17,7 @@ RULES: dict[str, str] = {
     "entropy_adaptive": "vllm_ext.samplers.entropy_adaptive:EntropyAdaptiveRule",
     "svdecode": "vllm_ext.samplers.svdecode:SvdecodeRule",
     "caad": "vllm_ext.samplers.caad:CaadRule",
+    "cad": "vllm_ext.samplers.cad:CadRule",
     "contrastive": "vllm_ext.samplers.contrastive:ContrastiveRule",
     "lol": "vllm_ext.samplers.lol:LolRule",
     "dola": "vllm_ext.samplers.dola:DolaRule",

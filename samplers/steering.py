@@ -40,6 +40,9 @@ class Beside(Protocol):
     ) -> torch.Tensor:
         """As `layers`, of the second model."""
 
+    def twin(self) -> torch.Tensor:
+        """The target's own, behind the same output but another prompt: that of `SteeringRule.twin_prompt`."""
+
     def hidden(self) -> torch.Tensor:
         """No logits but what the target's head makes them of: ``[num_rows, hidden_size]``, in the model's dtype."""
 
@@ -75,6 +78,7 @@ class SteeringRule(Rule):
     beside: Beside
     layer_numbers: Sequence[int] = ()  # what `layers` says of the target
     companion_layer_numbers: Sequence[int] = ()
+    has_twin: ClassVar[bool] = False  # whether it reads `Beside.twin`
 
     def __init__(self, options: Any) -> None:
         self.options = options
@@ -102,6 +106,20 @@ class SteeringRule(Rule):
     def companion_layers(cls, options: Any, num_layers: int) -> Sequence[int]:
         """Those of the second model, which has so many; see `layers`."""
         return ()
+
+    @classmethod
+    def twin_prompt(cls, params: Any, prompt: Sequence[int], pieces: Sequence[bytes]) -> list[int]:
+        """The other prompt of a request's twin, no longer than its own.
+
+        Args:
+            params: the request's.
+            prompt: its tokens.
+            pieces: by token id, what it adds to the text; see `Vocabulary`.
+
+        Raises:
+            ValueError: there is none; the message names the field, and the way out.
+        """
+        raise NotImplementedError
 
     def value(self, row: Row, option: str) -> Any:
         """What a request has given for an option, or else the server's."""

@@ -29,9 +29,20 @@ RULES: dict[str, dict[str, Any]] = {
     "lol": {},
     "dola": {},
     "momentum": {},
+    "cad": {},
 }
 COMPANION = ("contrastive", "anchored", "entropy_adaptive", "lol")
 ANSWERS, K = 200, 0.15
+
+
+def asking(llm: Any, rule: str, prompt: dict[str, Any]) -> dict[str, Any] | None:
+    """What a request says; the context of cad is the second half of its prompt, less the last tokens."""
+    if rule == "cad":
+        tokens = prompt["prompt_token_ids"]
+        return {
+            "cad_context": llm.get_tokenizer().decode(tokens[len(tokens) // 2 : -8], skip_special_tokens=True)
+        }
+    return None if rule == "free" else {rule: True}
 
 
 def timed(llm: Any, prompts: list[Any], params: Any) -> float:
@@ -39,7 +50,7 @@ def timed(llm: Any, prompts: list[Any], params: Any) -> float:
     started = time.perf_counter()
     outputs = llm.generate(prompts, params, use_tqdm=False)
     seconds = time.perf_counter() - started
-    assert all(len(output.outputs[0].token_ids) == params.max_tokens for output in outputs)
+    assert all(len(output.outputs[0].token_ids) == params[0].max_tokens for output in outputs)
     return seconds
 
 
@@ -55,10 +66,15 @@ def costs(llm: Any, prompts: list[Any], arguments: Any) -> list[dict[str, Any]]:
             batch = [prompts[(start + i) % len(prompts)] for i in range(batch_size)]
             for max_tokens in (1, arguments.max_tokens):  # once for the prompts, which are cached then
                 for rule in ("free", *arguments.rules):
-                    asked = None if rule == "free" else {rule: True}
-                    params = SamplingParams(
-                        temperature=0, max_tokens=max_tokens, ignore_eos=True, extra_args=asked
-                    )
+                    params = [
+                        SamplingParams(
+                            temperature=0,
+                            max_tokens=max_tokens,
+                            ignore_eos=True,
+                            extra_args=asking(llm, rule, prompt),
+                        )
+                        for prompt in batch
+                    ]
                     spent = timed(llm, batch, params)
                     if round_ and max_tokens > 1:  # the first round warms up
                         seconds.setdefault(rule, []).append(spent)

@@ -43,6 +43,19 @@ def names(settings: rules.RuleSettings, params: SamplingParams) -> list[str]:
     return [each.name for each in settings.of_request(params)]
 
 
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"max_num_seqs": 1}, "does not work with max_num_seqs=1: it must be 2 at least"),
+        ({"scheduler_cls": "a.B"}, "do not work with scheduler_cls='a.B'"),
+        ({"async_scheduling": True}, "do not work with async_scheduling=True"),
+    ],
+)
+def test_options_that_do_not_go_with_twins(slice_dir: str, options: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        engine_config(slice_dir, {"cad": {}}, **options)
+
+
 def test_switches_and_defaults() -> None:
     settings = rules.parse({"dola": {"always": True}, "momentum": {}, "contrastive": SELF})
     assert names(settings, asking()) == ["dola"]

@@ -110,6 +110,25 @@ HOOKS = (
         ("sampling_params",),
         "refuses grammars of sampling rules that cannot be compiled",
     ),
+    Hook("vllm.v1.core.sched.scheduler", "Scheduler.schedule", ("self",), "makes room for twins of requests"),
+    Hook(
+        "vllm.v1.core.sched.scheduler",
+        "Scheduler.finish_requests",
+        ("self", "request_ids", "finished_status"),
+        "ends twins with their owners",
+    ),
+    Hook(
+        "vllm.v1.core.sched.scheduler",
+        "Scheduler._preempt_request",
+        ("self", "request", "timestamp"),
+        "makes room for twins of requests",
+    ),
+    Hook(
+        "vllm.v1.engine.input_processor",
+        "InputProcessor.process_inputs",
+        ("self", "request_id", "prompt", "params"),
+        "makes the prompts of twins of requests",
+    ),
     Hook("vllm.config", "VllmConfig.num_lookahead_tokens", None, "tells which slots those are"),
     Hook("vllm.v1.worker.gpu_worker", "Worker.shutdown", ("self",), "saves what was learnt"),
     Hook(
@@ -368,15 +387,14 @@ def check_rules_classes(args: Any, ruled: RuleSettings) -> None:
     Raises:
         ValueError: naming the option, its value and the way out.
     """
-    schedules = ruled.reports or ruled.companion is not None
     refusals = (
         (
             (ruled.reports or ruled.learns or ruled.steers) and args.worker_cls != "auto",
             "worker_cls",
             "'auto'",
         ),
-        (schedules and args.scheduler_cls is not None, "scheduler_cls", "unset"),
-        (schedules and args.async_scheduling is True, "async_scheduling", "unset or False"),
+        (ruled.schedules and args.scheduler_cls is not None, "scheduler_cls", "unset"),
+        (ruled.schedules and args.async_scheduling is True, "async_scheduling", "unset or False"),
     )
     for refused, option, rule in refusals:
         if refused:
@@ -406,6 +424,16 @@ def check_rules_config(vllm_config: Any, ruled: RuleSettings) -> None:
         raise ValueError(
             f"sampling rules do not work with model {model.model!r}: it has no tokenizer with an end token "
             "(eos_token). Choose another model or tokenizer, leave out --skip-tokenizer-init, or remove the rules."
+        )
+    if ruled.twins and vllm_config.scheduler_config.max_num_seqs < 2:
+        raise ValueError(
+            "sampling rule 'cad' does not work with max_num_seqs=1: it must be 2 at least, as such a request and its "
+            "twin run together. Raise it, or remove the rule."
+        )
+    if ruled.twins and vllm_config.kv_transfer_config is not None:
+        raise ValueError(
+            "sampling rule 'cad' does not work with a KV connector (kv_transfer_config or KV offloading): it must be "
+            "unset, as twins of requests have no other side. Leave it out, or remove the rule."
         )
     stages = vllm_config.parallel_config.pipeline_parallel_size
     if ruled.steers and stages > 1:

@@ -67,3 +67,26 @@ def let_engines_save(seconds: float) -> None:
         return seconds if timeout == 0 and request_timeout == 0 else timeout
 
     utils.get_engine_process_shutdown_timeout = get_engine_process_shutdown_timeout
+
+
+def read_prompts() -> None:
+    """Let rules with twins see a request's prompt where it is taken in, so that they can refuse it. Idempotent.
+
+    vLLM asks logits processors about a request's parameters alone, and knows no other place before the engine, where it
+    is too late for an HTTP 400. Engines without such rules, and requests that are under none, are as before.
+    """
+    from vllm.v1.engine.input_processor import InputProcessor
+
+    original = InputProcessor.process_inputs
+    if hasattr(original, "__wrapped__"):
+        return
+
+    @functools.wraps(original)
+    def process_inputs(self: Any, *args: Any, **kwargs: Any) -> Any:
+        from vllm_ext import twins
+
+        request = original(self, *args, **kwargs)
+        twins.prepare(self.vllm_config, request)
+        return request
+
+    InputProcessor.process_inputs = process_inputs

@@ -101,6 +101,8 @@ def _create_engine_config(original: Any, engine_args: Any, *args: Any, **kwargs:
             setattr(engine_args, name, value)
     if ruled is not None:
         _check_rules(vllm_config, ruled)
+        if ruled.twins:
+            patches.read_prompts()
         logger.info("vllm-ext %s: sampling rules %s", __version__, ruled.as_json)
     if settings is not None:
         _check_method(vllm_config, settings)
@@ -192,7 +194,7 @@ def _for_rules(engine_args: Any, ruled: RuleSettings) -> dict[str, Any]:
     options: dict[str, Any] = {}
     if ruled.reports or ruled.learns or ruled.steers:
         options["worker_cls"] = RULES_WORKER_CLASS
-    if ruled.reports or ruled.companion is not None:
+    if ruled.schedules:
         options["scheduler_cls"] = RULES_SCHEDULER_CLASS
         options["async_scheduling"] = False  # vLLM's scheduler for that is another
     return options

@@ -25,6 +25,8 @@ from vllm_ext.samplers.steering import CompanionOptions, SteeringOptions, Steeri
 from vllm_ext.vocabulary import ModelVocabulary
 
 FIELD = f'additional_config["{config.ADDITIONAL_CONFIG_KEY}"]'
+# Keys that the engine puts into SamplingParams.extra_args; see `vllm_ext.twins`.
+TWIN_PROMPT, TWIN, TWIN_OWNER = "vllm_ext_twin_prompt", "vllm_ext_twin", "vllm_ext_twin_owner"
 EXAMPLE = '--additional-config \'{"vllm_ext": {"rules": {"%s": {...}}}}\''
 
 
@@ -77,6 +79,21 @@ class RuleSettings:
         """Which second model rules read, all the same; None where none does."""
         return next((each for each in self.options.values() if isinstance(each, CompanionOptions)), None)
 
+    @functools.cached_property
+    def twins(self) -> bool:
+        """Whether a rule reads twins of requests."""
+        return any(_has_twin(load_rule(name)) for name in self.options)
+
+    def twin_rule(self, params: Any) -> tuple[type[SteeringRule], RuleParams] | None:
+        """The rule that a request is under which reads its twin, and what the request says of it."""
+        found = [(rule, its) for name, its in self.of_request(params) if _has_twin(rule := load_rule(name))]
+        return found[0] if found else None  # type: ignore[return-value]  # mypy does not follow `_has_twin`
+
+    @property
+    def schedules(self) -> bool:
+        """Whether vLLM's scheduler alone will not do."""
+        return self.reports or self.companion is not None or self.twins
+
     def reads_companion(self, params: Any) -> bool:
         """Whether a request is under a rule that reads the second model."""
         return any(
@@ -123,6 +140,8 @@ class RuleSettings:
             ValueError: a parameter is wrong; the message says what is allowed.
         """
         given = params.extra_args
+        if given and TWIN_OWNER in given:
+            return []
         if not self._always and (not given or _keys().keys().isdisjoint(given)):
             return []
         asked: dict[str, dict[str, Any]] = {name: {} for name in self._always}
@@ -149,6 +168,8 @@ class RuleSettings:
         Raises:
             ValueError: also for a rule that this server does not have, or that contradicts what else is asked for.
         """
+        if own := [key for key in (TWIN_PROMPT, TWIN, TWIN_OWNER) if key in (params.extra_args or {})]:
+            raise ValueError(f"vllm_xargs {own[0]}: it is the engine's own. Leave it out.")
         asked = asked_of(params)
         under = self.of_request(params)
         if len(closed := [name for name, _ in under if load_rule(name).closed]) > 1:
@@ -312,6 +333,10 @@ class RuledRequests:
                 forced = constraint.forced(most)
                 tree = under_grammar(constraint, tree, forced, request.budget_tokens, request.max_depth)
         return tree
+
+
+def _has_twin(rule: type[Rule]) -> bool:
+    return issubclass(rule, SteeringRule) and rule.has_twin
 
 
 @functools.cache

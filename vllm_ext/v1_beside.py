@@ -22,6 +22,7 @@ from vllm_ext.proposers.draft_model import SELF
 from vllm_ext.rules import RuleSettings
 from vllm_ext.samplers.steering import CompanionOptions, SteeringRule
 from vllm_ext.v1_rules import RuleProcessor
+from vllm_ext.v1_twins import Twins
 from vllm_ext.vocabulary import ModelVocabulary
 
 logger = init_logger("vllm.vllm_ext")
@@ -111,8 +112,15 @@ class StepRows:
         # Of the sampler's rows, among those with logits; None: all of them.
         self._call: torch.Tensor | None = None
         self._rows: torch.Tensor | None = None  # of the rule's
+        # The step's logits [num_rows, vocab], and of each row its twin's among them, int64 [num_rows].
+        self.twins: tuple[torch.Tensor, torch.Tensor] | None = None
         # By request id, by rule, by place in the output.
         self._kept: dict[str, dict[str, dict[int, Any]]] = {}
+
+    @property
+    def reads_forward(self) -> bool:
+        """Whether the whole of the target's step is needed: layers' states, or what a second model reads along."""
+        return self.read is not None or self.second is not None
 
     def begin(
         self, token_rows: torch.Tensor, final: torch.Tensor, streams: list[torch.Tensor] | None
@@ -163,6 +171,12 @@ class StepRows:
         assert self.second.hidden is not None
         return self._padded(self.second.hidden.logits(layers, self._rows, norm, ids), ids)
 
+    def twin(self) -> torch.Tensor:
+        """See `Beside`."""
+        assert self.twins is not None
+        logits, rows = self.twins
+        return self._padded(logits[rows if self._rows is None else rows[self._rows]], None)
+
     def hidden(self) -> torch.Tensor:
         """See `Beside`."""
         assert self._final is not None
@@ -199,7 +213,9 @@ class RuledRunner:
     # vLLM's.
     execute_model_state: Any
     input_batch: Any
+    discard_request_mask: Any
 
+    twins: Twins | None = None  # set where a rule reads twins
     beside: StepRows | None = None  # set where a rule reads more than logits
     logits_rows: torch.Tensor | None = None  # of the step's tokens, those with logits
 
@@ -224,12 +240,54 @@ class RuledRunner:
         if state is not None and self.beside is not None:
             assert self.logits_rows is not None
             self.beside.begin(self.logits_rows, state.hidden_states, state.aux_hidden_states)
-        return super().sample_tokens(grammar_output)  # type: ignore[misc]
+            if self.twins is not None:
+                self._begin_twins(self.twins, self.beside, state.logits)
+        discarded = self.discard_request_mask.np[: self.input_batch.num_reqs].nonzero()[0].tolist()
+        # What is not to be sampled takes nothing from a seed's noise. vLLM takes it and winds the generator back, which
+        # a CPU's cannot do.
+        generators = self.input_batch.generators
+        aside = {index: generators.pop(index) for index in discarded if index in generators}
+        try:
+            return super().sample_tokens(grammar_output)  # type: ignore[misc]
+        finally:
+            generators.update(aside)
+
+    def _begin_twins(self, twins: Twins, beside: StepRows, logits: torch.Tensor) -> None:
+        """Find out which requests of the step have their other halves beside them; others get no token."""
+        discarded = self.discard_request_mask.np
+        rows = twins.begin(
+            self.input_batch.req_id_to_index,
+            self._row_start(),
+            [not each for each in discarded[: self.input_batch.num_reqs]],
+        )
+        discarded[twins.held] = True
+        beside.twins = logits, torch.tensor(rows, device=logits.device)
+
+    def _row_start(self) -> list[int]:
+        """Where each request's rows with logits begin: ``[num_requests + 1]``."""
+        return list(range(self.input_batch.num_reqs + 1))
+
+    def _sample(self, logits: Any, spec_decode_metadata: Any) -> Any:
+        """vLLM's; twins get their owners' tokens."""
+        output = super()._sample(logits, spec_decode_metadata)  # type: ignore[misc]
+        if self.twins is not None and self.twins.pairs:
+            owners, their_twins = map(list, zip(*self.twins.pairs, strict=True))
+            output.sampled_token_ids[their_twins] = output.sampled_token_ids[owners]
+        return output
+
+    def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        """vLLM's."""
+        if self.twins is not None:
+            for request in scheduler_output.scheduled_new_reqs:
+                self.twins.admit(request.req_id, request.sampling_params)
+        return super().execute_model(scheduler_output, *args, **kwargs)  # type: ignore[misc]
 
     def _on_request_state_removed(self, req_id: str, req_state: Any) -> None:
         super()._on_request_state_removed(req_id, req_state)  # type: ignore[misc]
         if self.beside is not None:
             self.beside.forget(req_id)
+        if self.twins is not None:
+            self.twins.forget(req_id)
 
     def read_beside(self, settings: RuleSettings) -> None:
         """After the target is loaded: make what rules read beside its logits."""
@@ -256,6 +314,7 @@ class RuledRunner:
         if settings.companion is not None:
             second = SecondModel(runner.vllm_config, settings.companion, runner.get_model(), of_companion)
         self.beside = StepRows(runner.model_config.get_vocab_size(), read, second, runner.requests)
+        self.twins = Twins() if settings.twins else None
         for processor in runner.input_batch.logitsprocs.all:
             if isinstance(processor, RuleProcessor):
                 processor.beside = self.beside

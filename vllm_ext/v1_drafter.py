@@ -170,19 +170,24 @@ class Drafter:
             By batch index, the draft tokens of the next step.
         """
         drafts: list[list[int]] = [[] for _ in sampled]
+        names, twins = runner.input_batch.req_ids, runner.twins
+        # Twins are given their owners' tokens and drafts: nobody counts those, learns from them or drafts them again.
+        own = sampled
+        if twins is not None:
+            own = [[] if name in twins else tokens for name, tokens in zip(names, sampled, strict=True)]
         # What follows an end token never reaches the output: nobody counts it, learns from it or hands it on.
         kept = [
             request_facts.num_kept(runner.requests[request_id].sampling_params, tokens)
-            for request_id, tokens in zip(runner.input_batch.req_ids, sampled, strict=True)
+            for request_id, tokens in zip(names, own, strict=True)
         ]
         try:
             with self._memory.lock:
-                self._observe(runner, trees, [tokens[:n] for tokens, n in zip(sampled, kept, strict=True)])
+                self._observe(runner, trees, [tokens[:n] for tokens, n in zip(own, kept, strict=True)])
                 if self._could_be_cut(sampled):
                     num_draft_tokens = 0
                 if self.model_drafts is not None:
-                    num_draft_tokens = self._plan(self.model_drafts, runner, sampled, num_draft_tokens)
-                requests, slots = self._requests(runner, num_draft_tokens, sampled, kept)
+                    num_draft_tokens = self._plan(self.model_drafts, runner, own, num_draft_tokens)
+                requests, slots = self._requests(runner, num_draft_tokens, own, kept)
                 if self.model_drafts is not None:
                     proposals = self.model_drafts.propose(runner, trees, requests, sampled)
                 else:
@@ -194,6 +199,9 @@ class Drafter:
                 # Whole, not cut: other ranks' clocks may have chosen other sizes, and rank 0's is scheduled.
                 self.proposed[request.request_id] = tree
                 drafts[slot] = tree.tokens[:size].tolist()
+            for owner, twin in [] if twins is None else twins.pairs:
+                drafts[twin] = drafts[owner]
+                self.proposed[names[twin]] = self.proposed.get(names[owner], DraftTree.empty())
         except Exception:
             # A drafter's fault costs speed, never a request.
             self._fault("drafting failed; this step goes on without drafts")

@@ -151,7 +151,7 @@ class SpeculativeRunner(RuledRunner):
             self.drafter.model_drafts.passes.begin_step(scheduler_output)
         for request in scheduler_output.scheduled_new_reqs:
             self.drafter.admit(request.req_id, request.sampling_params)
-        return super().execute_model(scheduler_output, *args, **kwargs)  # type: ignore[misc]
+        return super().execute_model(scheduler_output, *args, **kwargs)
 
     def _prepare_inputs(self, scheduler_output: Any, num_scheduled_tokens: Any) -> Any:
         """vLLM's inputs, with the rotary positions of tree nodes. Slots stay those of the flat list."""
@@ -194,7 +194,8 @@ class SpeculativeRunner(RuledRunner):
     def _model_forward(self, input_ids: Any = None, positions: Any = None, *args: Any, **kwargs: Any) -> Any:
         """vLLM's; or only what an early exit's drafts have left to do."""
         drafts, trees = self.drafter.model_drafts, self.step_trees
-        early_exit = drafts.early_exit if drafts is not None and self.beside is None else None
+        whole = self.beside is not None and self.beside.reads_forward
+        early_exit = drafts.early_exit if drafts is not None and not whole else None
         if early_exit is not None and trees is not None:
             hidden = early_exit.verify(self.input_batch.req_ids, trees, positions)
             if hidden is not None:
@@ -268,13 +269,22 @@ class SpeculativeRunner(RuledRunner):
 
     def _sample(self, logits: Any, spec_decode_metadata: Any) -> Any:
         """Walk the trees, then make the KV cache what it would be had the accepted path been a chain."""
-        result = super()._sample(logits, spec_decode_metadata)  # type: ignore[misc]
+        result = super()._sample(logits, spec_decode_metadata)
         trees = self.step_trees
+        if trees is not None and self.twins is not None:
+            for owner, twin in self.twins.pairs:
+                trees.accepted[twin] = trees.accepted[owner]
         if trees is not None and trees.branching:
             source, target = trees.moves()
             if len(source):
                 self._move_kv(_to(source, self.device), _to(target, self.device))
         return result
+
+    def _row_start(self) -> list[int]:
+        """See the base class."""
+        assert self.step_trees is not None
+        starts: list[int] = self.step_trees.row_start.tolist()
+        return starts
 
     def _move_kv(self, source: torch.Tensor, target: torch.Tensor) -> None:
         """Copy KV between the slots of two lists of query rows."""

@@ -49,6 +49,8 @@ class TreeSampler(RejectionSampler):  # type: ignore[misc]  # vLLM is untyped to
             return super().forward(metadata, draft_probs, logits, sampling_metadata)
         if trees.has_no_drafts:
             return self._without_drafts(trees, logits, sampling_metadata)
+        for _, twin in self.runner.twins.pairs if self.runner.twins is not None else ():
+            trees.drawn.pop(twin, None)
         logprobs = None
         masks = self.runner.drafter.masks(self.runner, trees)
         if _is_plain_greedy(sampling_metadata):

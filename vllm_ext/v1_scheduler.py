@@ -13,17 +13,17 @@ import math
 from dataclasses import replace
 from typing import Any
 
-from vllm.v1.core.sched.scheduler import Scheduler as StockScheduler
 from vllm.v1.outputs import DraftTokenIds
 
 from vllm_ext import grammars, rules
 from vllm_ext.proposers.sampled import ASKED_PER_NODE
+from vllm_ext.v1_twin_scheduler import TwinScheduler
 
 NOTES = "vllm_ext_notes"  # of a ModelRunnerOutput; set by `v1_worker`
 REPORT = "vllm_ext"  # the key of what a request's rules have to say
 
 
-class RulesScheduler(StockScheduler):  # type: ignore[misc]  # vLLM is untyped to us
+class RulesScheduler(TwinScheduler):
     """Adds up what sampling rules note of a request's tokens, and returns it with the request.
 
     In ``kv_transfer_params``, the one field of vLLM's outputs that takes what a scheduler wants to say, and that its

@@ -36,7 +36,7 @@ def server(model_dir: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_LOGGING_LEVEL", "INFO")  # the log is tested
         server = demo.Server("tested", model_dir, "float32", METHOD)
-        rules = {"vllm_ext": {"rules": {"trie": {"files": {"pets": str(file)}}, "awrs": {}}}}
+        rules = {"vllm_ext": {"rules": {"trie": {"files": {"pets": str(file)}}, "awrs": {}, "cad": {}}}}
         server.command += ["--additional-config", json.dumps(rules)]
         with server:
             patch.undo()
@@ -145,10 +145,13 @@ def test_rules_of_requests(server: demo.Server) -> None:
         {"vllm_xargs": {"trie": "pets"}, "response_format": {"type": "json_object"}},
         {"vllm_xargs": {"awrs_regex": "(cat|dog)s?"}, "temperature": 1, "seed": 1},
         {"vllm_xargs": {"awrs_json": "{"}},
+        {"vllm_xargs": {"cad_context": "Which animal", "cad_alpha": 0.0}},
+        {"vllm_xargs": {"cad_context": "Which animal", "cad_alpha": 3.0}},
+        {"vllm_xargs": {"cad_context": "Which plant"}},
     ]
     with ThreadPoolExecutor(8) as pool:
         replies = list(pool.map(lambda body: ask(**body), bodies))
-    assert [status for status, _ in replies] == [200, 200, 200, 400, 400, 400, 200, 400]
+    assert [status for status, _ in replies] == [200, 200, 200, 400, 400, 400, 200, 400, 200, 200, 400]
     texts = [reply["choices"][0]["message"]["content"] for _, reply in replies[:3]]
     assert set(texts[:2]) <= set(ANSWERS)
     assert texts[2] not in ANSWERS
@@ -159,6 +162,9 @@ def test_rules_of_requests(server: demo.Server) -> None:
     assert weighed["kv_transfer_params"]["vllm_ext"]["awrs_log_weight"] <= 0.0
     assert replies[0][1]["kv_transfer_params"] is None
     assert "vllm_xargs awrs_json: Invalid JSON" in json.dumps(replies[7][1])
+    steered = [reply["choices"][0]["message"]["content"] for _, reply in replies[8:10]]
+    assert steered[0] == texts[2] != steered[1]
+    assert "cad_context='Which plant' is not in the prompt" in json.dumps(replies[10][1])
 
 
 def test_aborts_in_mid_stream(server: demo.Server) -> None:

@@ -31,6 +31,7 @@ RULES: dict[str, dict[str, Any]] = {
     "lol": {"omega": 0.5, "alpha": 0.05},
     "dola": {"candidates": [0, 1], "norm": True},
     "momentum": {},
+    "cad": {"alpha": 1.0},
     "svdecode": {"strength": 8.0, "alpha": 0.01},
     "caad": {"strength": 4.0, "threshold": 0.1},
 }
@@ -82,10 +83,20 @@ def prompts_of(llm: Any, count: int) -> list[list[int]]:
     return [llm.get_tokenizer().encode(own_prompts()[i % 8]) for i in range(count)]
 
 
+def context_of(index: int) -> str:
+    text = own_prompts()[index % 8]
+    return text[: len(text) * 2 // 3].strip()
+
+
 def ask(llm: Any, given: list[SamplingParams], first: int = 0) -> list[Any]:
     prompts = prompts_of(llm, first + len(given))[first:]
-    inputs = [{"prompt_token_ids": tokens} for tokens in prompts]
-    outputs: list[Any] = llm.generate(inputs, [each.clone() for each in given], use_tqdm=False)
+    inputs, asked = [{"prompt_token_ids": tokens} for tokens in prompts], []
+    for index, each in enumerate(given):
+        if (each.extra_args or {}).get("cad_context") == "two thirds":
+            each = each.clone()
+            each.extra_args = {**each.extra_args, "cad_context": context_of(first + index)}
+        asked.append(each.clone())
+    outputs: list[Any] = llm.generate(inputs, asked, use_tqdm=False)
     return outputs
 
 
@@ -109,6 +120,9 @@ ALL = [
     params(GREEDY, lol=True),
     params(GREEDY, svdecode=True),
     params(GREEDY, caad=True),
+    params(GREEDY, cad_context="two thirds"),
+    params({**SEEDED, "n": 2, "logprobs": 1}, cad_context="two thirds", cad_alpha=0.5),
+    params({**SEEDED, "repetition_penalty": 1.1}, cad_context="two thirds", contrastive=True),
     params(SEEDED, contrastive_beta=1.5),
     params({**SEEDED, "n": 2, "top_p": 0.9}, dola_alpha=0.01),
     params(SEEDED, anchored_k=0.05),
@@ -140,7 +154,7 @@ def test_all_rules_in_one_batch(trees: Any, expected: list[Any]) -> None:
     assert new["fallbacks:proposer_error"] == 0
 
 
-@pytest.mark.parametrize("index", range(9))
+@pytest.mark.parametrize("index", range(10))
 def test_each_rule_alone_and_four_at_once(plain: Any, trees: Any, expected: list[Any], index: int) -> None:
     alone = ask(trees, [ALL[index]], first=index)
     assert_same_outputs(tokens_of(expected[index : index + 1]), tokens_of(alone))
@@ -149,8 +163,8 @@ def test_each_rule_alone_and_four_at_once(plain: Any, trees: Any, expected: list
 
 def test_free_requests_are_as_without_rules(plain_slice_llm: Any, expected: list[Any]) -> None:
     free = ask(plain_slice_llm, ALL[-2:], first=len(ALL) - 2)
-    ruled = ask(plain_slice_llm, [params(GREEDY)] * 9)
-    for index in range(9):  # what follows is about something
+    ruled = ask(plain_slice_llm, [params(GREEDY)] * 10)
+    for index in range(10):  # what follows is about something
         assert tokens_of(ruled)[index] != tokens_of(expected)[index], index
     assert_same_outputs(tokens_of(free), tokens_of(expected[-2:]))
 
@@ -194,6 +208,57 @@ def test_rows_beside_the_wrong_ones_are_caught(trees: Any, expected: list[Any]) 
         assert tokens_of(wrong[index : index + 1]) != tokens_of(expected[index : index + 1]), index
 
 
+def leave_twins(worker: Any) -> None:
+    """The mutation: owners go on where their twins are not in the step."""
+    from vllm_ext.v1_twins import Twins
+
+    kept: Any = Twins
+    kept.honest = Twins.begin
+
+    def begin(self: Any, *args: Any) -> Any:
+        rows = kept.honest(self, *args)
+        self.held = []
+        return rows
+
+    kept.begin = begin
+
+
+def mend_twins(worker: Any) -> None:
+    from vllm_ext.v1_twins import Twins
+
+    kept: Any = Twins
+    kept.begin = kept.honest
+
+
+def test_more_pairs_than_run_at_once(plain: Any, trees: Any) -> None:
+    """16 requests run at once: behind a free one the last of the first eight pairs begins with one half."""
+    given = [params(GREEDY), *(params(GREEDY, cad_context="two thirds") for _ in range(10))]
+    expected = [tokens_of(ask(plain, [each], first=index))[0] for index, each in enumerate(given)]
+    assert_same_outputs(expected, tokens_of(ask(plain, given)))
+    assert_same_outputs(expected, tokens_of(ask(trees, given)))
+    plain.collective_rpc(leave_twins)
+    try:
+        wrong = tokens_of(ask(plain, given))
+    finally:
+        plain.collective_rpc(mend_twins)
+    assert [index for index in range(len(given)) if wrong[index] != expected[index]] == [8]
+
+
+def test_a_twin_shares_cached_prefixes(plain: Any) -> None:
+    prompt = prompts_of(plain, 8)[4] * 6
+    text = plain.get_tokenizer().decode(prompt[-20:-10])
+    outputs = [
+        plain.generate(
+            [{"prompt_token_ids": prompt}], params(GREEDY, cad_context=text, cad_alpha=a), use_tqdm=False
+        )[0]
+        for a in (0.0, 0.0, 1.0)
+    ]
+    assert outputs[1].num_cached_tokens >= 256
+    assert tokens_of(outputs[:1]) == tokens_of(outputs[1:2]) != tokens_of(outputs[2:])
+    free = plain.generate([{"prompt_token_ids": prompt}], params(GREEDY), use_tqdm=False)
+    assert_same_outputs(tokens_of(free), tokens_of(outputs[:1]))
+
+
 def test_the_formulas_on_the_model_itself(slice_dir: str, expected: list[Any], plain: Any) -> None:
     """Each greedy token is the best by float64 formulas over the logits of transformers, up to rounding. The companion
     is the first layer.
@@ -201,13 +266,16 @@ def test_the_formulas_on_the_model_itself(slice_dir: str, expected: list[Any], p
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(slice_dir, dtype=torch.float32)
-    prompts = prompts_of(plain, 7)
+    prompts = prompts_of(plain, 10)
 
-    def scores_of(index: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def scores_of(
+        index: int, prompt: list[int] | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        prompt = prompts[index] if prompt is None else prompt
         tokens = list(expected[index].outputs[0].token_ids)
         with torch.inference_mode():
-            states = model.model(torch.tensor([[*prompts[index], *tokens]]), output_hidden_states=True)
-            rows = slice(len(prompts[index]) - 1, -1)
+            states = model.model(torch.tensor([[*prompt, *tokens]]), output_hidden_states=True)
+            rows = slice(len(prompt) - 1, -1)
             early = [model.lm_head(model.model.norm(states.hidden_states[i][0, rows])) for i in (0, 1)]
             final = model.lm_head(states.last_hidden_state[0, rows])
         return torch.tensor(tokens), torch.stack(early).double(), final.double()
@@ -232,6 +300,13 @@ def test_the_formulas_on_the_model_itself(slice_dir: str, expected: list[Any], p
     chosen = divergence.argmax(0)
     check(tokens, log_q - log_early[chosen, torch.arange(len(tokens))], final, 0.1)
 
+    tokens, _, final = scores_of(9)  # cad
+    pieces = [plain.get_tokenizer().decode([token]) for token in prompts[9]]
+    num_left_out = len(context_of(9))
+    first = next(i for i in range(len(pieces)) if len("".join(pieces[:i])) >= num_left_out)
+    _, _, without = scores_of(9, prompts[9][first:])
+    check(tokens, 2.0 * final - without, final, 1e-9)
+
 
 def test_budgets_hold_over_many_answers(trees: Any) -> None:
     """What an answer has spent is never above k nats a token, whatever was drafted, kept or thrown away."""
@@ -247,6 +322,10 @@ def test_budgets_hold_over_many_answers(trees: Any) -> None:
         (SEEDED, {"momentum": True}, "temperature=0.9 does not go with momentum"),
         ({**SEEDED, "top_p": 0.5}, {"anchored": True}, "anchored does not go with top_k, top_p or min_p"),
         (GREEDY, {"anchored": True, "dola": True}, "rule 'anchored' does not go with 'dola'"),
+        (GREEDY, {"cad": True}, "cad_context=None does not go with cad"),
+        (GREEDY, {"cad_context": "not in it"}, "cad_context"),
+        ({**GREEDY, "prompt_logprobs": 1}, {"cad_context": "in it"}, "prompt_logprobs do not go with rule"),
+        (GREEDY, {"vllm_ext_twin_owner": "0"}, "vllm_ext_twin_owner: it is the engine's own"),
         (GREEDY, {"contrastive_alpha": 2.0}, "contrastive_alpha=2.0 is not allowed"),
     ],
 )
@@ -259,7 +338,7 @@ def test_wrong_requests_are_refused(
 
 def test_what_was_kept_outlives_preemptions(plain: Any, trees: Any) -> None:
     """In a cache with room for half of them answers and budgets are what they are with room for all."""
-    given = [ALL[i].clone() for i in (0, 2, 4, 5, 9, 11, 12)] * 2
+    given = [ALL[i].clone() for i in (0, 2, 4, 5, 9, 10, 12, 14, 15)] * 2
     for each in given:
         each.max_tokens = 150
     expected, before = ask(plain, given), preemptions(trees)

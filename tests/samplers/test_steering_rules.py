@@ -20,6 +20,7 @@ from vllm_ext.samplers import anchored, dola, guide_file, momentum, svdecode
 from vllm_ext.samplers.anchored import AnchoredOptions, AnchoredParams, AnchoredRule
 from vllm_ext.samplers.base import Asked, Row
 from vllm_ext.samplers.caad import CaadOptions, CaadParams, CaadRule
+from vllm_ext.samplers.cad import CadOptions, CadParams, CadRule
 from vllm_ext.samplers.contrastive import ContrastiveOptions, ContrastiveParams, ContrastiveRule
 from vllm_ext.samplers.dola import DolaOptions, DolaParams, DolaRule
 from vllm_ext.samplers.entropy_adaptive import (
@@ -50,8 +51,10 @@ class Fixed:
         second: torch.Tensor | None = None,
         second_early: torch.Tensor | None = None,
         hidden: torch.Tensor | None = None,
+        twin: torch.Tensor | None = None,
     ) -> None:
         self._early, self._second, self._second_early, self._hidden = early, second, second_early, hidden
+        self._twin = twin
 
     def layers(self, layers: Sequence[int], norm: bool, ids: Any = None) -> torch.Tensor:
         assert self._early is not None
@@ -65,6 +68,10 @@ class Fixed:
     def companion_layers(self, layers: Sequence[int], norm: bool, ids: Any = None) -> torch.Tensor:
         assert self._second_early is not None
         return at(self._second_early, ids)
+
+    def twin(self) -> torch.Tensor:
+        assert self._twin is not None
+        return self._twin
 
     def hidden(self) -> torch.Tensor:
         assert self._hidden is not None
@@ -584,3 +591,87 @@ def test_files_of_other_rules_are_refused(tmp_path: Path) -> None:
 def test_wrong_parameters(cls: Any, wrong: dict[str, Any]) -> None:
     with pytest.raises(ValidationError):
         cls(**wrong)
+
+
+# Context-aware
+
+
+@pytest.mark.parametrize(("alpha", "least"), [(0.5, 0.0), (1.0, 0.1), (0.0, 0.0), (3.0, 1.0)])
+def test_cad_is_the_formula(alpha: float, least: float) -> None:
+    with_it, without = logits_of(2, 5), logits_of(3, 5)
+    with_it[:, 7] = -INF  # as a grammar leaves it
+    rule = CadRule(CadOptions(alpha=9.0, plausible=least))
+    found = applied(
+        rule, with_it, rows_of(CadParams(cad_context="x", cad_alpha=alpha), 5), Fixed(twin=without)
+    )
+    for row in range(5):
+        z, z_0 = with_it[row].double().numpy(), without[row].double().numpy()
+        p = softmax(z)
+        expected = np.where(
+            (p >= least * p.max() * (1 - 1e-9)) & (p > 0), (1 + alpha) * z - alpha * z_0, -INF
+        )
+        np.testing.assert_array_equal(found[row].numpy() == -INF, expected == -INF)
+        kept = expected > -INF
+        np.testing.assert_allclose(found[row].numpy()[kept], expected[kept], atol=1e-5)
+    if alpha == 0.0:
+        assert torch.equal(found, with_it)
+
+
+def test_cad_is_linear_in_alpha() -> None:
+    z, z_0 = logits_of(4, 3), logits_of(5, 3)
+    scores = [
+        applied(CadRule(CadOptions(alpha=a)), z, rows_of(CadParams(cad_context="x"), 3), Fixed(twin=z_0))
+        for a in (0.0, 1.0, 2.0)
+    ]
+    torch.testing.assert_close(scores[2] - scores[1], scores[1] - scores[0], atol=1e-5, rtol=0)
+
+
+PIECES = [
+    b"",
+    b"Context:",
+    b" the",
+    b" town",
+    b" is",
+    b" old",
+    b"\n",
+    b"Who",
+    b"?",
+    b"\xc3",
+    b"\xa9",
+    b" caf",
+]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "context", "rest"),
+    [
+        ([0, 1, 2, 3, 4, 5, 6, 7, 8], "the town is old", [0, 1, 6, 7, 8]),
+        ([0, 1, 2, 3, 4, 5, 6, 7, 8], " \nthe town is old  ", [0, 1, 6, 7, 8]),
+        ([2, 3, 6, 7, 2, 3, 8], "the town", [6, 7, 8]),  # wherever it is
+        ([2, 3, 0, 4, 5, 7], "town is", [2, 0, 5, 7]),  # special tokens stay
+        ([7, 2, 3, 8], "e to", [7, 8]),  # all tokens that have a part of it
+        ([7, 11, 9, 10, 8], "caf\u00e9", [7, 8]),  # in bytes
+    ],
+)
+def test_the_prompt_without_a_context(prompt: list[int], context: str, rest: list[int]) -> None:
+    assert CadRule.twin_prompt(CadParams(cad_context=context), prompt, PIECES) == rest
+
+
+@pytest.mark.parametrize(
+    ("prompt", "context", "says"),
+    [
+        ([7, 2, 3, 8], "the village", "cad_context='the village' is not in the prompt"),
+        ([2, 3], "the town", "is all of the prompt"),
+        ([7, 2, 3, 8], "the village" * 100, r"\.\.\. \(1100 characters\)"),
+    ],
+)
+def test_contexts_that_are_refused(prompt: list[int], context: str, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        CadRule.twin_prompt(CadParams(cad_context=context), prompt, PIECES)
+
+
+@pytest.mark.parametrize("context", [None, "", "  \n"])
+def test_cad_without_a_context_is_refused(context: str | None) -> None:
+    problem = CadRule.problem(CadOptions(), CadParams(cad_context=context), ASKED)
+    assert problem is not None
+    assert f"cad_context={context!r} does not go with cad" in problem

@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rule cad, context-aware decoding: what the target says more with a context in its prompt than without it.
+
+Source: "Trusting Your Evidence: Hallucinate Less with Context-aware Decoding", arXiv 2305.14739, equation 3: with ``z``
+the logits behind the whole prompt and ``z_0`` those behind the prompt without the context, ``p`` is the softmax of
+``(1 + alpha) z - alpha z_0``. A request's temperature and truncation come after it.
+
+Deviation: `plausible` can leave only tokens that are plausible with the context, as contrastive decoding does; 0, the
+default, leaves all, as the paper does. The tokens before a row are the same on both sides, drafts too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from pydantic import Field
+
+from vllm_ext.samplers.base import Asked, Row, RuleOptions, RuleParams
+from vllm_ext.samplers.steering import SteeringRule, plausible_mask
+
+
+class CadOptions(RuleOptions):
+    """Of the server. Fields are what a request gets that does not say otherwise."""
+
+    alpha: float = Field(default=0.5, ge=0.0, le=10.0, description="strength; 0: nothing changes")
+    plausible: float = Field(
+        default=0.0,
+        ge=0.0,
+        le=1.0,
+        description="tokens are left that have this part of the likeliest one's probability; 0: all",
+    )
+
+
+class CadParams(RuleParams):
+    """Of a request; what it leaves out is the server's."""
+
+    cad: bool = Field(default=True, description="whether the request is under the rule")
+    cad_context: str | None = Field(
+        default=None,
+        max_length=1_000_000,
+        description="a part of the prompt, word for word: what the answer is to be faithful to",
+    )
+    cad_alpha: float | None = Field(default=None, ge=0.0, le=10.0)
+    cad_plausible: float | None = Field(default=None, ge=0.0, le=1.0)
+
+
+class CadRule(SteeringRule):
+    """Contrast with the same request without a part of its prompt."""
+
+    name = "cad"
+    summary = "what a context in the prompt changes, amplified"
+    paper = "arXiv 2305.14739"
+    Options = CadOptions
+    Params = CadParams
+    has_twin = True
+
+    @classmethod
+    def problem(cls, options: Any, params: Any, asked: Asked) -> str | None:
+        """See the base class."""
+        if params.cad_context is None or not params.cad_context.strip():
+            return (
+                f"cad_context={params.cad_context!r} does not go with cad: it must be a part of the prompt; give it, "
+                "or leave out what begins with cad"
+            )
+        return None
+
+    @classmethod
+    def twin_prompt(cls, params: Any, prompt: Sequence[int], pieces: Sequence[bytes]) -> list[int]:
+        """The prompt without the context: without all tokens that have a part of it.
+
+        Raises:
+            ValueError: the context is not in the prompt, or nothing else is.
+        """
+        context, own = params.cad_context.strip().encode(), [pieces[token] for token in prompt]
+        text = b"".join(own)
+        spans = list(_places(text, context))
+        if not spans:
+            raise ValueError(
+                f"cad_context={_short(params.cad_context)} is not in the prompt; give a part of it word for word, or "
+                "leave out what begins with cad"
+            )
+        rest, begin = [], 0
+        for token, piece in zip(prompt, own, strict=True):
+            end = begin + len(piece)
+            inside = any(begin < last and end > first for first, last in spans)
+            # Special tokens, which have no text, stay: a template's marks of turns.
+            if not (piece and inside):
+                rest.append(token)
+            begin = end
+        if not rest:
+            raise ValueError(
+                f"cad_context={_short(params.cad_context)} is all of the prompt; there must be something beside it, "
+                "a question for instance"
+            )
+        return rest
+
+    def apply(self, logits: torch.Tensor, rows: Sequence[Row]) -> None:
+        """See the base class."""
+        alpha, least = self.values(rows, "alpha", logits), self.values(rows, "plausible", logits)
+        # A mask of 0 leaves all: its logarithm is minus infinity.
+        kept = plausible_mask(logits, least)
+        scores = (1.0 + alpha) * logits - alpha * self.beside.twin()
+        logits.copy_(torch.where(kept, scores, -torch.inf))
+
+
+def _places(text: bytes, part: bytes) -> list[tuple[int, int]]:
+    """Where a part begins and ends in a text, each time it is there."""
+    found, begin = [], text.find(part)
+    while begin >= 0:
+        found.append((begin, begin + len(part)))
+        begin = text.find(part, begin + len(part))
+    return found
+
+
+def _short(text: str) -> str:
+    """What to call a long text in a message."""
+    return repr(text if len(text) <= 60 else f"{text[:40]}... ({len(text)} characters)")

@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's scheduler with twins, driven by random arrivals, aborts, drafts and a cache that is too small."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from vllm import SamplingParams
+from vllm.engine.arg_utils import EngineArgs
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.engine import FinishReason
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+from vllm.v1.structured_output import StructuredOutputManager
+
+from vllm_ext import twins
+from vllm_ext.v1_scheduler import RulesScheduler
+from vllm_ext.v1_twins import Twins
+
+BLOCK = 16
+
+
+def token(request_id: str, place: int) -> int:
+    """What a request's answer has there, whenever it is asked."""
+    return random.Random(f"{request_id} {place}").randrange(3, 1000)
+
+
+class Engine:
+    """The scheduler, and a worker that gives tokens by `token`, accepting some drafts, to requests and their twins."""
+
+    def __init__(self, model: str, num_blocks: int, policy: str, seed: int, max_num_seqs: int = 4) -> None:
+        config = EngineArgs(
+            model=model,
+            dtype="float32",
+            max_model_len=256,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=48,
+            block_size=BLOCK,
+            scheduling_policy=policy,
+            additional_config={"vllm_ext": {"rules": {"cad": {}}}},
+        ).create_engine_config()
+        config.cache_config.num_gpu_blocks = num_blocks
+        spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=1, dtype=torch.float32)
+        cache = KVCacheConfig(num_blocks, [], [KVCacheGroupSpec(["layer"], spec)])
+        self.scheduler: Any = RulesScheduler(config, cache, StructuredOutputManager(config), BLOCK)
+        init_none_hash(sha256)
+        self._hasher = get_request_block_hasher(BLOCK, sha256)
+        self._chance = random.Random(seed)
+        self._twins = Twins()
+        self.answers: dict[str, list[int]] = {}
+        self.reasons: dict[str, Any] = {}
+
+    def add(self, name: str, prompt: int, rest: int | None, most: int, priority: int = 0) -> None:
+        """A request; with a rest of its prompt it has a twin."""
+        given = None if rest is None else {twins.PROMPT: [2] * rest}
+        params = SamplingParams(max_tokens=most, ignore_eos=True, extra_args=given)
+        request = Request(name, [1] * prompt, params, None, priority=priority, block_hasher=self._hasher)
+        self.answers[name] = []
+        self.scheduler.add_request(request)
+
+    def step(self) -> int:
+        """One step; how many tokens it has put out."""
+        step = self.scheduler.schedule()
+        requests, names = self.scheduler.requests, list(step.num_scheduled_tokens)
+        for new in step.scheduled_new_reqs:
+            self._twins.admit(new.req_id, new.sampling_params)
+        drafts = [len(step.scheduled_spec_decode_tokens.get(name, ())) for name in names]
+        ready = [requests[name].num_computed_tokens >= requests[name].num_tokens for name in names]
+        start = [sum(drafts[:i]) + i for i in range(len(names) + 1)]
+        self._twins.begin({name: i for i, name in enumerate(names)}, start, ready)
+        sampled: list[list[int]] = [[] for _ in names]
+        for i, name in enumerate(names):
+            if ready[i] and i not in self._twins.held and name not in self._twins:
+                count = 1 + self._chance.randint(0, drafts[i])
+                sampled[i] = [token(name, requests[name].num_output_tokens + j) for j in range(count)]
+        for owner, twin in self._twins.pairs:
+            sampled[twin] = list(sampled[owner])
+            assert list(requests[names[twin]].output_token_ids) == list(
+                requests[names[owner]].output_token_ids
+            )
+        output = ModelRunnerOutput(names, {name: i for i, name in enumerate(names)}, sampled)
+        proposed = [[7] * self._chance.randint(0, 3) if tokens else [] for tokens in sampled]
+        for owner, twin in self._twins.pairs:
+            proposed[twin] = proposed[owner]
+        num_tokens = 0
+        for of_client in self.scheduler.update_from_output(step, output).values():
+            for each in of_client.outputs:
+                assert each.request_id in self.answers
+                self.answers[each.request_id] += each.new_token_ids
+                num_tokens += len(each.new_token_ids)
+                if each.finish_reason is not None:
+                    self.reasons[each.request_id] = each.finish_reason
+        self.scheduler.update_draft_token_ids(DraftTokenIds(names, proposed))
+        for name in [name for name in names if name not in self.scheduler.requests]:
+            self._twins.forget(name)
+        return num_tokens
+
+    def finish(self) -> int:
+        """Step until nothing is left; how many steps on end at most have put out nothing."""
+        idle = longest = 0
+        while self.scheduler.has_unfinished_requests():
+            idle = 0 if self.step() else idle + 1
+            longest = max(longest, idle)
+            assert idle < 60, "nothing goes on"
+        return longest
+
+    @property
+    def num_free_blocks(self) -> int:
+        free: int = self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+        return free
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "priority"])
+@pytest.mark.parametrize("num_blocks", [17, 21, 40])
+def test_pairs_stay_in_step_and_end(slice_dir: str, policy: str, num_blocks: int) -> None:
+    for seed in range(20):
+        engine, chance = Engine(slice_dir, num_blocks, policy, seed, 2 + seed % 4), random.Random(seed)
+        free, most, aborted = engine.num_free_blocks, {}, set()
+        for index in range(24):
+            name, prompt = str(index), chance.randint(1, 60)
+            most[name] = chance.randint(1, 60)
+            rest = chance.randint(1, prompt) if chance.random() < 0.7 else None
+            engine.add(name, prompt, rest, most[name], chance.randint(0, 2))
+            for _ in range(chance.choice([0, 0, 0, 1, 9])):
+                engine.step()
+            if chance.random() < 0.15 and name not in engine.reasons:
+                engine.scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
+                aborted.add(name)
+        engine.finish()
+        for name, count in most.items():
+            answer = engine.answers[name]
+            assert answer == [token(name, place) for place in range(len(answer))]
+            assert len(answer) == count or name in aborted
+        assert engine.num_free_blocks == free
+        assert not engine.scheduler.requests
+
+
+def test_a_pair_that_has_no_room_ends_with_an_error(slice_dir: str) -> None:
+    """Each half would fit, and a pair that is shorter does; others are served."""
+    engine = Engine(slice_dir, 17, "fcfs", 0)
+    engine.add("large", 140, 130, 20)
+    engine.add("small", 100, 90, 20)
+    engine.add("free", 200, None, 20)
+    engine.finish()
+    assert engine.reasons == {
+        "large": FinishReason.ERROR,
+        "small": FinishReason.LENGTH,
+        "free": FinishReason.LENGTH,
+    }
+    assert not engine.scheduler.requests
+
+
+def test_all_at_once_are_aborted(slice_dir: str) -> None:
+    engine = Engine(slice_dir, 40, "fcfs", 0)
+    free = engine.num_free_blocks
+    for name in ("a", "b", "c"):
+        engine.add(name, 30, 20, 20)
+    for _ in range(5):
+        engine.step()
+    engine.scheduler.finish_requests(None, RequestStatus.FINISHED_ABORTED)
+    assert engine.num_free_blocks == free
+    assert not engine.scheduler.requests
+    assert not engine.scheduler.running
+
+
+def test_two_halves_in_each_others_way(slice_dir: str) -> None:
+    """Two run at once. A long prompt leaves its twin none of the first step; then comes what goes first."""
+    engine = Engine(slice_dir, 40, "priority", 0, max_num_seqs=2)
+    engine.add("late", 60, 20, 20, priority=1)
+    engine.step()
+    engine.add("urgent", 20, 10, 20, priority=0)
+    engine.step()
+    running = [request.request_id for request in engine.scheduler.running]
+    assert sorted(running) == ["late", "urgent"]
+    engine.finish()
+    assert engine.reasons == {"late": FinishReason.LENGTH, "urgent": FinishReason.LENGTH}

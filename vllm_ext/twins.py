@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Twin requests: the same answer behind another prompt, for rules that make ``p`` of both.
+
+A twin is a request of vLLM's own: its KV blocks, its cached prefixes, its rows in the same steps as its owner's. It is
+never heard of outside the engine. Three places know of it: the process that takes requests in makes its prompt (here),
+the scheduler adds it and ends it (`v1_twin_scheduler`), and the worker gives it its owner's tokens (`v1_beside`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from vllm.exceptions import VLLMValidationError
+
+from vllm_ext import rules
+from vllm_ext.vocabulary import ModelVocabulary
+
+# Keys of SamplingParams.extra_args; a request that brings them is refused.
+PROMPT, TWIN, OWNER = rules.TWIN_PROMPT, rules.TWIN, rules.TWIN_OWNER
+
+
+def prepare(vllm_config: Any, request: Any) -> None:
+    """Give a request that is under a rule with twins its twin's prompt.
+
+    Args:
+        vllm_config: the engine's.
+        request: vLLM's EngineCoreRequest, its parameters its own.
+
+    Raises:
+        VLLMValidationError: there is no such prompt, or the request asks for what does not go with twins.
+    """
+    params = request.sampling_params
+    if params is None or not params.extra_args or (ruled := rules.of_vllm_config(vllm_config)) is None:
+        return
+    if (asking := ruled.twin_rule(params)) is None:
+        return
+    rule, its = asking
+    refusals = {
+        "prompt_logprobs": params.prompt_logprobs is not None,
+        "images, audio or video": bool(request.mm_features),
+        "prompt_embeds": request.prompt_embeds is not None or request.prompt_token_ids is None,
+        "streamed input": request.resumable,
+    }
+    if refused := [what for what, is_given in refusals.items() if is_given]:
+        raise VLLMValidationError(
+            f"vllm_xargs: {refused[0]} do not go with rule {rule.name!r}, which reads a prompt of tokens and a part of "
+            "it. Leave one of them out.",
+            parameter="vllm_xargs",
+        )
+    try:
+        pieces = ModelVocabulary.of(vllm_config.model_config).pieces
+        prompt = rule.twin_prompt(its, request.prompt_token_ids, pieces)
+    except ValueError as error:
+        raise VLLMValidationError(f"vllm_xargs: {error}.", parameter="vllm_xargs") from None
+    params.extra_args = {**params.extra_args, PROMPT: prompt}
+
+
+def owner_of(params: Any) -> str | None:
+    """Whose twin a request is, by request id; None where it is none."""
+    return _given(params).get(OWNER)
+
+
+def twin_of(params: Any) -> str | None:
+    """The request id of a request's twin, which the scheduler has given it; None where it has none."""
+    return _given(params).get(TWIN)
+
+
+def _given(params: Any) -> Mapping[str, Any]:
+    return (params is not None and params.extra_args) or {}

@@ -35,13 +35,10 @@ COMPANION = ("contrastive", "anchored", "entropy_adaptive", "lol")
 ANSWERS, K = 200, 0.15
 
 
-def asking(llm: Any, rule: str, prompt: dict[str, Any]) -> dict[str, Any] | None:
-    """What a request says; the context of cad is the second half of its prompt, less the last tokens."""
+def asking(rule: str, text: str) -> dict[str, Any] | None:
+    """What a request says; the context of cad is how its prompt begins."""
     if rule == "cad":
-        tokens = prompt["prompt_token_ids"]
-        return {
-            "cad_context": llm.get_tokenizer().decode(tokens[len(tokens) // 2 : -8], skip_special_tokens=True)
-        }
+        return {"cad_context": text[: min(len(text) // 2, 400)]}
     return None if rule == "free" else {rule: True}
 
 
@@ -71,11 +68,11 @@ def costs(llm: Any, prompts: list[Any], arguments: Any) -> list[dict[str, Any]]:
                             temperature=0,
                             max_tokens=max_tokens,
                             ignore_eos=True,
-                            extra_args=asking(llm, rule, prompt),
+                            extra_args=asking(rule, text),
                         )
-                        for prompt in batch
+                        for _, text in batch
                     ]
-                    spent = timed(llm, batch, params)
+                    spent = timed(llm, [prompt for prompt, _ in batch], params)
                     if round_ and max_tokens > 1:  # the first round warms up
                         seconds.setdefault(rule, []).append(spent)
         free = seconds["free"]
@@ -102,7 +99,7 @@ def budget(llm: Any, prompts: list[Any]) -> dict[str, Any]:
     given = [
         SamplingParams(temperature=1.0, max_tokens=64, extra_args={"anchored_k": K}) for _ in range(ANSWERS)
     ]
-    asked = [prompts[i % len(prompts)] for i in range(ANSWERS)]
+    asked = [prompts[i % len(prompts)][0] for i in range(ANSWERS)]
     shares = []
     for output in llm.generate(asked, given, use_tqdm=False):
         spent = output.kv_transfer_params["vllm_ext"]["anchored_kl"]
@@ -121,7 +118,7 @@ def repetition(llm: Any, prompts: list[Any]) -> list[dict[str, Any]]:
         asked = None if rule == "free" else {rule: True}
         params = SamplingParams(temperature=0, max_tokens=256, extra_args=asked)
         grams: list[list[tuple[int, ...]]] = []
-        for output in llm.generate(prompts[:40], params, use_tqdm=False):
+        for output in llm.generate([prompt for prompt, _ in prompts[:40]], params, use_tqdm=False):
             tokens = output.outputs[0].token_ids
             grams.append([tuple(tokens[i : i + 4]) for i in range(len(tokens) - 3)])
         every = [gram for each in grams for gram in each]
@@ -165,14 +162,10 @@ def main() -> None:
         kv_cache_memory_bytes=1 << 29,
     )
     tokenizer = llm.get_tokenizer()
-    prompts = [
-        {
-            "prompt_token_ids": tokenizer.apply_chat_template(
-                prompt.messages, add_generation_prompt=True, return_dict=False
-            )[:256]
-        }
-        for prompt in load_prompts(arguments.prompts)
-    ]
+    prompts = []
+    for prompt in load_prompts(arguments.prompts):
+        tokens = tokenizer.apply_chat_template(prompt.messages, add_generation_prompt=True, return_dict=False)
+        prompts.append(({"prompt_token_ids": tokens[:256]}, str(prompt.messages[-1]["content"])))
     found: dict[str, Any] = {
         "model": "SmolLM2-135M-Instruct",
         "dtype": arguments.dtype,

@@ -102,7 +102,10 @@ def _create_engine_config(original: Any, engine_args: Any, *args: Any, **kwargs:
     if ruled is not None:
         _check_rules(vllm_config, ruled)
         if ruled.twins:
+            from vllm_ext import twins
+
             patches.read_prompts()
+            twins.pieces_of(vllm_config)
         logger.info("vllm-ext %s: sampling rules %s", __version__, ruled.as_json)
     if settings is not None:
         _check_method(vllm_config, settings)

@@ -8,7 +8,8 @@ the scheduler adds it and ends it (`v1_twin_scheduler`), and the worker gives it
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from vllm.exceptions import VLLMValidationError
@@ -49,11 +50,20 @@ def prepare(vllm_config: Any, request: Any) -> None:
             parameter="vllm_xargs",
         )
     try:
-        pieces = ModelVocabulary.of(vllm_config.model_config).pieces
-        prompt = rule.twin_prompt(its, request.prompt_token_ids, pieces)
+        prompt = rule.twin_prompt(its, request.prompt_token_ids, pieces_of(vllm_config))
     except ValueError as error:
         raise VLLMValidationError(f"vllm_xargs: {error}.", parameter="vllm_xargs") from None
     params.extra_args = {**params.extra_args, PROMPT: prompt}
+
+
+def pieces_of(vllm_config: Any) -> Sequence[bytes]:
+    """By token id, what it adds to the text. The first call takes a second: at start-up, not of a request."""
+    return _pieces(ModelVocabulary.of(vllm_config.model_config))
+
+
+@functools.cache
+def _pieces(vocabulary: ModelVocabulary) -> Sequence[bytes]:
+    return vocabulary.pieces
 
 
 def owner_of(params: Any) -> str | None:

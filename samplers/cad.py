@@ -18,6 +18,7 @@ import torch
 from pydantic import Field
 
 from vllm_ext.samplers.base import Asked, Row, RuleOptions, RuleParams
+from vllm_ext.samplers.prompt_parts import without
 from vllm_ext.samplers.steering import SteeringRule, plausible_mask
 
 
@@ -54,7 +55,7 @@ class CadRule(SteeringRule):
     paper = "arXiv 2305.14739"
     Options = CadOptions
     Params = CadParams
-    has_twin = True
+    has_twins = True
 
     @classmethod
     def problem(cls, options: Any, params: Any, asked: Asked) -> str | None:
@@ -67,53 +68,15 @@ class CadRule(SteeringRule):
         return None
 
     @classmethod
-    def twin_prompt(cls, params: Any, prompt: Sequence[int], pieces: Sequence[bytes]) -> list[int]:
-        """The prompt without the context: without all tokens that have a part of it.
-
-        Raises:
-            ValueError: the context is not in the prompt, or nothing else is.
-        """
-        context, own = params.cad_context.strip().encode(), [pieces[token] for token in prompt]
-        text = b"".join(own)
-        spans = list(_places(text, context))
-        if not spans:
-            raise ValueError(
-                f"cad_context={_short(params.cad_context)} is not in the prompt; give a part of it word for word, or "
-                "leave out what begins with cad"
-            )
-        rest, begin = [], 0
-        for token, piece in zip(prompt, own, strict=True):
-            end = begin + len(piece)
-            inside = any(begin < last and end > first for first, last in spans)
-            # Special tokens, which have no text, stay: a template's marks of turns.
-            if not (piece and inside):
-                rest.append(token)
-            begin = end
-        if not rest:
-            raise ValueError(
-                f"cad_context={_short(params.cad_context)} is all of the prompt; there must be something beside it, "
-                "a question for instance"
-            )
-        return rest
+    def twin_prompt(cls, params: Any, prompt: Sequence[int], pieces: Sequence[bytes]) -> list[int] | None:
+        """See the base class."""
+        return without(prompt, pieces, params.cad_context, "cad_context")
 
     def apply(self, logits: torch.Tensor, rows: Sequence[Row]) -> None:
         """See the base class."""
         alpha, least = self.values(rows, "alpha", logits), self.values(rows, "plausible", logits)
         # A mask of 0 leaves all: its logarithm is minus infinity.
         kept = plausible_mask(logits, least)
-        scores = (1.0 + alpha) * logits - alpha * self.beside.twin()
+        without_it = self.beside.of_twins([True] * len(rows)).target()
+        scores = (1.0 + alpha) * logits - alpha * without_it
         logits.copy_(torch.where(kept, scores, -torch.inf))
-
-
-def _places(text: bytes, part: bytes) -> list[tuple[int, int]]:
-    """Where a part begins and ends in a text, each time it is there."""
-    found, begin = [], text.find(part)
-    while begin >= 0:
-        found.append((begin, begin + len(part)))
-        begin = text.find(part, begin + len(part))
-    return found
-
-
-def _short(text: str) -> str:
-    """What to call a long text in a message."""
-    return repr(text if len(text) <= 60 else f"{text[:40]}... ({len(text)} characters)")

@@ -6,8 +6,11 @@
 itself, taught to hallucinate; any companion will do that the contrast is wanted with. With ``omega = 0`` this is
 induced contrastive decoding.
 
-Source: "Lower Layers Matter" (LOL), arXiv 2408.08769, multi-layer fusion. Its truthfulness refocus, a third pass of the
-model behind an instruction, is left out. The paper's coefficients are its own; the defaults here are not tuned.
+With an instruction to be truthful in the prompt, which the request names, comes the truthfulness refocus: all of that
+is of the same prompt without the instruction (a twin of the request), and ``mu log p_e`` with it is added.
+
+Source: "Lower Layers Matter" (LOL), arXiv 2408.08769. The paper's coefficients are its own; the defaults here are not
+tuned.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ import torch
 from pydantic import Field
 
 from vllm_ext.samplers.base import Row, RuleParams
+from vllm_ext.samplers.prompt_parts import without
 from vllm_ext.samplers.steering import CompanionOptions, SteeringRule, leave, plausible
 
 
@@ -35,6 +39,12 @@ class LolOptions(CompanionOptions):
         le=1.0,
         description="plausible tokens have this part of the likeliest one's probability",
     )
+    mu: float = Field(
+        default=0.5,
+        ge=0.0,
+        le=10.0,
+        description="weight of the model behind an instruction, where there is one",
+    )
     layer: int | None = Field(
         default=None, ge=0, description="how many of the expert's layers are the lower one; none: half"
     )
@@ -49,6 +59,13 @@ class LolParams(RuleParams):
     lol: bool = Field(default=True, description="whether the request is under the rule")
     lol_beta: float | None = Field(default=None, ge=0.0, le=10.0)
     lol_omega: float | None = Field(default=None, ge=0.0, le=10.0)
+    lol_mu: float | None = Field(default=None, ge=0.0, le=10.0)
+    lol_instruction: str | None = Field(
+        default=None,
+        pattern=r"\S",
+        max_length=100_000,
+        description="a part of the prompt, word for word, that asks for the truth",
+    )
     lol_alpha: float | None = Field(default=None, gt=0.0, le=1.0)
 
 
@@ -60,6 +77,7 @@ class LolRule(SteeringRule):
     paper = "arXiv 2408.08769"
     Options = LolOptions
     Params = LolParams
+    has_twins = True
 
     @classmethod
     def layers(cls, options: LolOptions, num_layers: int) -> Sequence[int]:
@@ -71,16 +89,36 @@ class LolRule(SteeringRule):
         """See the base class."""
         return _lower("amateur_layer", options.amateur_layer, num_layers)
 
+    @classmethod
+    def twin_prompt(
+        cls, params: LolParams, prompt: Sequence[int], pieces: Sequence[bytes]
+    ) -> list[int] | None:
+        """See the base class."""
+        if params.lol_instruction is None:
+            return None
+        return without(prompt, pieces, params.lol_instruction, "lol_instruction")
+
     def apply(self, logits: torch.Tensor, rows: Sequence[Row]) -> None:
         """See the base class."""
-        of = plausible(logits, self.values(rows, "alpha", logits))
-        amateur = self.beside.companion(of.ids)
-        low = self.beside.layers(self.layer_numbers, True, of.ids)[0]
-        low_amateur = self.beside.companion_layers(self.companion_layer_numbers, True, of.ids)[0]
+        beside, expert = self.beside, logits
+        instructed = [row.params.lol_instruction is not None for row in rows]
+        if any(instructed):
+            beside = beside.of_twins(instructed)
+            which = torch.tensor(instructed, device=logits.device)[:, None]
+            # What rules before this one have forbidden stays so.
+            expert = torch.where(which & (logits > -torch.inf), beside.target(), logits)
+        of = plausible(expert, self.values(rows, "alpha", logits))
+        amateur = beside.companion(of.ids)
+        low = beside.layers(self.layer_numbers, True, of.ids)[0]
+        low_amateur = beside.companion_layers(self.companion_layer_numbers, True, of.ids)[0]
         # Up to what is the same of all tokens: the logarithms of the normalizers.
         beta, low_beta = self.values(rows, "beta", logits), self.options.low_beta
         scores = (1.0 + beta) * of.logits - beta * amateur
         scores += self.values(rows, "omega", logits) * ((1.0 + low_beta) * low - low_beta * low_amateur)
+        if any(instructed):
+            behind = logits if of.ids is None else logits.gather(1, of.ids)
+            added = self.values(rows, "mu", logits) * behind
+            scores = torch.where(which, scores + added, scores)
         leave(logits, of, torch.where(amateur > -torch.inf, scores, -torch.inf))
 
 

@@ -22,6 +22,7 @@ RULES: dict[str, str] = {
     "lol": "vllm_ext.samplers.lol:LolRule",
     "dola": "vllm_ext.samplers.dola:DolaRule",
     "momentum": "vllm_ext.samplers.momentum:MomentumRule",
+    "adadec": "vllm_ext.samplers.adadec:AdadecRule",
     "anchored": "vllm_ext.samplers.anchored:AnchoredRule",
     # Those that sample from the model's own law come last.
     "asap": "vllm_ext.samplers.asap_rule:AsapRule",

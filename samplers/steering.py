@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
@@ -40,8 +41,15 @@ class Beside(Protocol):
     ) -> torch.Tensor:
         """As `layers`, of the second model."""
 
-    def twin(self) -> torch.Tensor:
-        """The target's own, behind the same output but another prompt: that of `SteeringRule.twin_prompt`."""
+    def target(self) -> torch.Tensor:
+        """The target's own, as no rule has changed them yet."""
+
+    def of_twins(self, which: Sequence[bool]) -> Beside:
+        """The same behind the same output but another prompt, that of `SteeringRule.twin_prompt`.
+
+        Args:
+            which: ``[num_rows]``; others are as here.
+        """
 
     def hidden(self) -> torch.Tensor:
         """No logits but what the target's head makes them of: ``[num_rows, hidden_size]``, in the model's dtype."""
@@ -78,7 +86,7 @@ class SteeringRule(Rule):
     beside: Beside
     layer_numbers: Sequence[int] = ()  # what `layers` says of the target
     companion_layer_numbers: Sequence[int] = ()
-    has_twin: ClassVar[bool] = False  # whether it reads `Beside.twin`
+    has_twins: ClassVar[bool] = False  # whether it reads `Beside.of_twins`
 
     def __init__(self, options: Any) -> None:
         self.options = options
@@ -108,8 +116,8 @@ class SteeringRule(Rule):
         return ()
 
     @classmethod
-    def twin_prompt(cls, params: Any, prompt: Sequence[int], pieces: Sequence[bytes]) -> list[int]:
-        """The other prompt of a request's twin, no longer than its own.
+    def twin_prompt(cls, params: Any, prompt: Sequence[int], pieces: Sequence[bytes]) -> list[int] | None:
+        """The other prompt of a request's twin, no longer than its own; None where it wants no twin.
 
         Args:
             params: the request's.
@@ -117,9 +125,9 @@ class SteeringRule(Rule):
             pieces: by token id, what it adds to the text; see `Vocabulary`.
 
         Raises:
-            ValueError: there is none; the message names the field, and the way out.
+            ValueError: what it asks for cannot be; the message names the field, and the way out.
         """
-        raise NotImplementedError
+        return None
 
     def value(self, row: Row, option: str) -> Any:
         """What a request has given for an option, or else the server's."""
@@ -130,6 +138,37 @@ class SteeringRule(Rule):
         """Those of all rows: float32 ``[num_rows, 1]``."""
         given = [[self.value(row, option)] for row in rows]
         return torch.tensor(given, dtype=torch.float32, device=like.device)
+
+
+class Candidate(NamedTuple):
+    """A token that may be the next one."""
+
+    token: int
+    log_p: float
+
+
+class Pause(NamedTuple):
+    """A row that gets no token yet."""
+
+    at: int  # its place in the output
+    candidates: Sequence[Candidate]  # likeliest first
+    lookahead: int  # how many tokens each is gone on with, at most
+
+
+class PausingRule(SteeringRule):
+    """A rule that can put a token off, to see first how the text would go on behind each of some candidates.
+
+    The engine adapter gives a paused row no token, has each candidate gone on with greedily, and keeps in ``Row.kept``
+    of that place which one had the highest score.
+    """
+
+    paused: Mapping[int, Pause] = MappingProxyType({})  # of the last call of `apply`, by row
+    stops: Sequence[int] = ()  # tokens behind which none is gone on with
+
+    @staticmethod
+    def score(candidate: Candidate, behind: Sequence[float]) -> float:
+        """The mean of a candidate's log-probability and those of the tokens behind it."""
+        return (candidate.log_p + sum(behind)) / (1 + len(behind))
 
 
 class Plausible(NamedTuple):

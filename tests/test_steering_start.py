@@ -52,8 +52,9 @@ def names(settings: rules.RuleSettings, params: SamplingParams) -> list[str]:
     ],
 )
 def test_options_that_do_not_go_with_twins(slice_dir: str, options: dict[str, Any], says: str) -> None:
-    with pytest.raises(ValueError, match=says):
-        engine_config(slice_dir, {"cad": {}}, **options)
+    for rule in ("cad", "adadec"):
+        with pytest.raises(ValueError, match=says):
+            engine_config(slice_dir, {rule: {}}, **options)
 
 
 def test_switches_and_defaults() -> None:

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's scheduler with twins, driven by random arrivals, aborts, drafts and a cache that is too small."""
+"""vLLM's scheduler with twins and branches, driven by random arrivals, aborts, drafts and a cache that is too small."""
 
 from __future__ import annotations
 
 import random
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from vllm import SamplingParams
@@ -14,11 +15,13 @@ from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.engine import FinishReason
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
-from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
+from vllm.v1.outputs import DraftTokenIds, LogprobsLists, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from vllm_ext import twins
+from vllm_ext.samplers.steering import Candidate, Pause
+from vllm_ext.v1_branch_scheduler import CHOICES, PAUSES
 from vllm_ext.v1_scheduler import RulesScheduler
 from vllm_ext.v1_twins import Twins
 
@@ -30,8 +33,26 @@ def token(request_id: str, place: int) -> int:
     return random.Random(f"{request_id} {place}").randrange(3, 1000)
 
 
+def log_p(request_id: str, place: int) -> float:
+    """Of that token."""
+    return -random.Random(f"{request_id} {place} log").random()
+
+
+def pause_of(request_id: str, place: int, stop: int) -> Pause | None:
+    """Some requests are put off now and then, one of the candidates may be what nothing comes behind."""
+    chance = random.Random(f"{request_id} {place} pause")
+    if not request_id.startswith("p") or "-" in request_id or chance.random() > 0.3:
+        return None
+    tokens = chance.sample([*range(3, 1000), stop], chance.randint(1, 3))
+    if chance.random() < 0.3:
+        tokens[0] = stop
+    return Pause(place, [Candidate(each, -chance.random()) for each in tokens], chance.choice([0, 1, 3]))
+
+
 class Engine:
-    """The scheduler, and a worker that gives tokens by `token`, accepting some drafts, to requests and their twins."""
+    """The scheduler, and a worker that gives tokens by `token`, accepting some drafts, to requests and their twins, and
+    puts off what `pause_of` says.
+    """
 
     def __init__(self, model: str, num_blocks: int, policy: str, seed: int, max_num_seqs: int = 4) -> None:
         config = EngineArgs(
@@ -42,7 +63,7 @@ class Engine:
             max_num_batched_tokens=48,
             block_size=BLOCK,
             scheduling_policy=policy,
-            additional_config={"vllm_ext": {"rules": {"cad": {}}}},
+            additional_config={"vllm_ext": {"rules": {"cad": {}, "adadec": {}}}},
         ).create_engine_config()
         config.cache_config.num_gpu_blocks = num_blocks
         spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=1, dtype=torch.float32)
@@ -52,6 +73,8 @@ class Engine:
         self._hasher = get_request_block_hasher(BLOCK, sha256)
         self._chance = random.Random(seed)
         self._twins = Twins()
+        self.told: dict[tuple[str, int], int] = {}  # by request id and place, the token that was chosen
+        self.stops: set[int] = set(self.scheduler._stops)
         self.answers: dict[str, list[int]] = {}
         self.reasons: dict[str, Any] = {}
 
@@ -73,17 +96,34 @@ class Engine:
         ready = [requests[name].num_computed_tokens >= requests[name].num_tokens for name in names]
         start = [sum(drafts[:i]) + i for i in range(len(names) + 1)]
         self._twins.begin({name: i for i, name in enumerate(names)}, start, ready)
+        for name, (place, chosen) in getattr(step, CHOICES, {}).items():
+            self.told[name, place] = chosen
         sampled: list[list[int]] = [[] for _ in names]
+        pauses: dict[str, Pause] = {}
         for i, name in enumerate(names):
             if ready[i] and i not in self._twins.held and name not in self._twins:
-                count = 1 + self._chance.randint(0, drafts[i])
-                sampled[i] = [token(name, requests[name].num_output_tokens + j) for j in range(count)]
+                first = requests[name].num_output_tokens
+                for place in range(first, first + 1 + self._chance.randint(0, drafts[i])):
+                    pause = pause_of(name, place, min(self.stops))
+                    if pause is not None and (name, place) not in self.told:
+                        pauses[name] = pause
+                        break
+                    sampled[i].append(self.told.get((name, place), token(name, place)))
         for owner, twin in self._twins.pairs:
             sampled[twin] = list(sampled[owner])
             assert list(requests[names[twin]].output_token_ids) == list(
                 requests[names[owner]].output_token_ids
             )
         output = ModelRunnerOutput(names, {name: i for i, name in enumerate(names)}, sampled)
+        places = [
+            (name, requests[name].num_output_tokens + j)
+            for name, new in zip(names, sampled, strict=True)
+            for j in range(len(new))
+        ]
+        values = np.array([[log_p(*each)] for each in places])
+        starts = np.cumsum([0, *map(len, sampled)]).tolist()
+        output.logprobs = LogprobsLists(values, values, values[:, 0] if len(values) else values, starts)
+        setattr(output, PAUSES, pauses)
         proposed = [[7] * self._chance.randint(0, 3) if tokens else [] for tokens in sampled]
         for owner, twin in self._twins.pairs:
             proposed[twin] = proposed[owner]
@@ -115,6 +155,18 @@ class Engine:
         return free
 
 
+def chosen(request_id: str, pause: Pause, stops: set[int]) -> int:
+    """The candidate with the best mean, by hand."""
+    scores = []
+    for index, candidate in enumerate(pause.candidates):
+        values, last, branch = [candidate.log_p], candidate.token, f"{request_id}-branch-{pause.at}-{index}"
+        while last not in stops and len(values) <= pause.lookahead:
+            last = token(branch, len(values) - 1)
+            values.append(log_p(branch, len(values) - 1))
+        scores.append(sum(values) / len(values))
+    return pause.candidates[scores.index(max(scores))].token
+
+
 @pytest.mark.parametrize("policy", ["fcfs", "priority"])
 @pytest.mark.parametrize("num_blocks", [17, 21, 40])
 def test_pairs_stay_in_step_and_end(slice_dir: str, policy: str, num_blocks: int) -> None:
@@ -122,9 +174,9 @@ def test_pairs_stay_in_step_and_end(slice_dir: str, policy: str, num_blocks: int
         engine, chance = Engine(slice_dir, num_blocks, policy, seed, 2 + seed % 4), random.Random(seed)
         free, most, aborted = engine.num_free_blocks, {}, set()
         for index in range(24):
-            name, prompt = str(index), chance.randint(1, 60)
+            name, prompt = f"{'p' * (index % 3 == 0)}{index}", chance.randint(1, 60)
             most[name] = chance.randint(1, 60)
-            rest = chance.randint(1, prompt) if chance.random() < 0.7 else None
+            rest = chance.randint(1, prompt) if index % 3 and chance.random() < 0.8 else None
             engine.add(name, prompt, rest, most[name], chance.randint(0, 2))
             for _ in range(chance.choice([0, 0, 0, 1, 9])):
                 engine.step()
@@ -134,7 +186,11 @@ def test_pairs_stay_in_step_and_end(slice_dir: str, policy: str, num_blocks: int
         engine.finish()
         for name, count in most.items():
             answer = engine.answers[name]
-            assert answer == [token(name, place) for place in range(len(answer))]
+            for place, given in enumerate(answer):
+                assert given == engine.told.get((name, place), token(name, place))
+                pause = pause_of(name, place, min(engine.stops))
+                assert (pause is not None) == ((name, place) in engine.told)
+                assert pause is None or given == chosen(name, pause, engine.stops)
             assert len(answer) == count or name in aborted
         assert engine.num_free_blocks == free
         assert not engine.scheduler.requests

@@ -425,15 +425,16 @@ def check_rules_config(vllm_config: Any, ruled: RuleSettings) -> None:
             f"sampling rules do not work with model {model.model!r}: it has no tokenizer with an end token "
             "(eos_token). Choose another model or tokenizer, leave out --skip-tokenizer-init, or remove the rules."
         )
-    if ruled.twins and vllm_config.scheduler_config.max_num_seqs < 2:
+    if ruled.adds_requests and vllm_config.scheduler_config.max_num_seqs < 2:
         raise ValueError(
-            "sampling rule 'cad' does not work with max_num_seqs=1: it must be 2 at least, as such a request and its "
-            "twin run together. Raise it, or remove the rule."
+            f"sampling rule {ruled.adds_requests[0]!r} does not work with max_num_seqs=1: it must be 2 at least, as it "
+            "adds requests that run beside those it is for. Raise it, or remove the rule."
         )
-    if ruled.twins and vllm_config.kv_transfer_config is not None:
+    if ruled.adds_requests and vllm_config.kv_transfer_config is not None:
         raise ValueError(
-            "sampling rule 'cad' does not work with a KV connector (kv_transfer_config or KV offloading): it must be "
-            "unset, as twins of requests have no other side. Leave it out, or remove the rule."
+            f"sampling rule {ruled.adds_requests[0]!r} does not work with a KV connector (kv_transfer_config or KV "
+            "offloading): it must be unset, as the requests it adds have no other side. Leave it out, or remove the "
+            "rule."
         )
     stages = vllm_config.parallel_config.pipeline_parallel_size
     if ruled.steers and stages > 1:

@@ -21,12 +21,12 @@ from vllm_ext.proposers.tree import DraftTree
 from vllm_ext.proposers.under_grammar import under_grammar
 from vllm_ext.samplers.base import Asked, LearningRule, Row, Rule, RuleOptions, RuleParams
 from vllm_ext.samplers.registry import RULES, load_rule
-from vllm_ext.samplers.steering import CompanionOptions, SteeringOptions, SteeringRule
+from vllm_ext.samplers.steering import CompanionOptions, PausingRule, SteeringOptions, SteeringRule
 from vllm_ext.vocabulary import ModelVocabulary
 
 FIELD = f'additional_config["{config.ADDITIONAL_CONFIG_KEY}"]'
 # Keys that the engine puts into SamplingParams.extra_args; see `vllm_ext.twins`.
-TWIN_PROMPT, TWIN, TWIN_OWNER = "vllm_ext_twin_prompt", "vllm_ext_twin", "vllm_ext_twin_owner"
+ENGINE_KEYS = ("vllm_ext_twin_prompt", "vllm_ext_twin", "vllm_ext_twin_owner", "vllm_ext_trunk")
 EXAMPLE = '--additional-config \'{"vllm_ext": {"rules": {"%s": {...}}}}\''
 
 
@@ -82,17 +82,53 @@ class RuleSettings:
     @functools.cached_property
     def twins(self) -> bool:
         """Whether a rule reads twins of requests."""
-        return any(_has_twin(load_rule(name)) for name in self.options)
+        return bool(self.twin_rules)
 
-    def twin_rule(self, params: Any) -> tuple[type[SteeringRule], RuleParams] | None:
-        """The rule that a request is under which reads its twin, and what the request says of it."""
-        found = [(rule, its) for name, its in self.of_request(params) if _has_twin(rule := load_rule(name))]
-        return found[0] if found else None  # type: ignore[return-value]  # mypy does not follow `_has_twin`
+    @functools.cached_property
+    def twin_rules(self) -> dict[str, type[SteeringRule]]:
+        """The rules that do, by name."""
+        found = {name: load_rule(name) for name in self.options}
+        return {
+            name: rule for name, rule in found.items() if issubclass(rule, SteeringRule) and rule.has_twins
+        }
+
+    def twin_prompt(self, params: Any, prompt: Sequence[int], pieces: Sequence[bytes]) -> list[int] | None:
+        """What a request's twin is to read; see `SteeringRule.twin_prompt`.
+
+        Raises:
+            ValueError: there is no such prompt, or there are two.
+        """
+        asked = {
+            name: rest
+            for name, its in self.of_request(params)
+            if name in self.twin_rules
+            and (rest := self.twin_rules[name].twin_prompt(its, prompt, pieces)) is not None
+        }
+        if len(asked) > 1:
+            raise ValueError(
+                f"{' and '.join(asked)} do not go together in one request: each leaves out another part of its prompt. "
+                "Leave one of them out"
+            )
+        return next(iter(asked.values()), None)
+
+    @functools.cached_property
+    def pauses(self) -> bool:
+        """Whether a rule can put tokens off."""
+        return any(issubclass(load_rule(name), PausingRule) for name in self.options)
 
     @property
     def schedules(self) -> bool:
         """Whether vLLM's scheduler alone will not do."""
-        return self.reports or self.companion is not None or self.twins
+        return self.reports or self.companion is not None or bool(self.adds_requests)
+
+    @functools.cached_property
+    def adds_requests(self) -> list[str]:
+        """Rules that have requests of the engine's own run beside those they are for: twins, branches."""
+        return [
+            name
+            for name in self.options
+            if name in self.twin_rules or issubclass(load_rule(name), PausingRule)
+        ]
 
     def reads_companion(self, params: Any) -> bool:
         """Whether a request is under a rule that reads the second model."""
@@ -140,7 +176,7 @@ class RuleSettings:
             ValueError: a parameter is wrong; the message says what is allowed.
         """
         given = params.extra_args
-        if given and TWIN_OWNER in given:
+        if given and (ENGINE_KEYS[2] in given or ENGINE_KEYS[3] in given):  # a twin, or a branch
             return []
         if not self._always and (not given or _keys().keys().isdisjoint(given)):
             return []
@@ -168,7 +204,7 @@ class RuleSettings:
         Raises:
             ValueError: also for a rule that this server does not have, or that contradicts what else is asked for.
         """
-        if own := [key for key in (TWIN_PROMPT, TWIN, TWIN_OWNER) if key in (params.extra_args or {})]:
+        if own := [key for key in ENGINE_KEYS if key in (params.extra_args or {})]:
             raise ValueError(f"vllm_xargs {own[0]}: it is the engine's own. Leave it out.")
         asked = asked_of(params)
         under = self.of_request(params)
@@ -333,10 +369,6 @@ class RuledRequests:
                 forced = constraint.forced(most)
                 tree = under_grammar(constraint, tree, forced, request.budget_tokens, request.max_depth)
         return tree
-
-
-def _has_twin(rule: type[Rule]) -> bool:
-    return issubclass(rule, SteeringRule) and rule.has_twin
 
 
 @functools.cache

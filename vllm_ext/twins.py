@@ -18,7 +18,7 @@ from vllm_ext import rules
 from vllm_ext.vocabulary import ModelVocabulary
 
 # Keys of SamplingParams.extra_args; a request that brings them is refused.
-PROMPT, TWIN, OWNER = rules.TWIN_PROMPT, rules.TWIN, rules.TWIN_OWNER
+PROMPT, TWIN, OWNER, TRUNK = rules.ENGINE_KEYS
 
 
 def prepare(vllm_config: Any, request: Any) -> None:
@@ -34,25 +34,24 @@ def prepare(vllm_config: Any, request: Any) -> None:
     params = request.sampling_params
     if params is None or not params.extra_args or (ruled := rules.of_vllm_config(vllm_config)) is None:
         return
-    if (asking := ruled.twin_rule(params)) is None:
+    try:
+        prompt = ruled.twin_prompt(params, request.prompt_token_ids or (), pieces_of(vllm_config))
+    except ValueError as error:
+        raise VLLMValidationError(f"vllm_xargs: {error}.", parameter="vllm_xargs") from None
+    if prompt is None:
         return
-    rule, its = asking
     refusals = {
         "prompt_logprobs": params.prompt_logprobs is not None,
         "images, audio or video": bool(request.mm_features),
-        "prompt_embeds": request.prompt_embeds is not None or request.prompt_token_ids is None,
+        "prompt_embeds": request.prompt_embeds is not None,
         "streamed input": request.resumable,
     }
     if refused := [what for what, is_given in refusals.items() if is_given]:
         raise VLLMValidationError(
-            f"vllm_xargs: {refused[0]} do not go with rule {rule.name!r}, which reads a prompt of tokens and a part of "
-            "it. Leave one of them out.",
+            f"vllm_xargs: {refused[0]} do not go with a rule that reads the prompt without a part of it. Leave one of "
+            "them out.",
             parameter="vllm_xargs",
         )
-    try:
-        prompt = rule.twin_prompt(its, request.prompt_token_ids, pieces_of(vllm_config))
-    except ValueError as error:
-        raise VLLMValidationError(f"vllm_xargs: {error}.", parameter="vllm_xargs") from None
     params.extra_args = {**params.extra_args, PROMPT: prompt}
 
 

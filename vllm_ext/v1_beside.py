@@ -9,6 +9,7 @@ such blocks are kept apart from those that have been read by both (`v1_scheduler
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -16,11 +17,11 @@ import torch
 from vllm.forward_context import set_forward_context
 from vllm.logger import init_logger
 
-from vllm_ext import companion_load, rules
+from vllm_ext import companion_load, rules, v1_branch_scheduler, v1_rules
 from vllm_ext.hidden_states import HiddenStates, head_logits
 from vllm_ext.proposers.draft_model import SELF
 from vllm_ext.rules import RuleSettings
-from vllm_ext.samplers.steering import CompanionOptions, SteeringRule
+from vllm_ext.samplers.steering import CompanionOptions, Pause, PausingRule, SteeringRule
 from vllm_ext.v1_rules import RuleProcessor
 from vllm_ext.v1_twins import Twins
 from vllm_ext.vocabulary import ModelVocabulary
@@ -112,8 +113,8 @@ class StepRows:
         # Of the sampler's rows, among those with logits; None: all of them.
         self._call: torch.Tensor | None = None
         self._rows: torch.Tensor | None = None  # of the rule's
-        # The step's logits [num_rows, vocab], and of each row its twin's among them, int64 [num_rows].
-        self.twins: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._logits: torch.Tensor | None = None  # [num_rows, vocab] of the step
+        self.twins: torch.Tensor | None = None  # int64 [num_rows] of each of them its twin's row
         # By request id, by rule, by place in the output.
         self._kept: dict[str, dict[str, dict[int, Any]]] = {}
 
@@ -123,16 +124,21 @@ class StepRows:
         return self.read is not None or self.second is not None
 
     def begin(
-        self, token_rows: torch.Tensor, final: torch.Tensor, streams: list[torch.Tensor] | None
+        self,
+        token_rows: torch.Tensor,
+        logits: torch.Tensor,
+        final: torch.Tensor,
+        streams: list[torch.Tensor] | None,
     ) -> None:
         """A step's logits are about to be sampled from.
 
         Args:
             token_rows: those of the step's tokens that have logits.
+            logits: ``[num_rows, vocab]``.
             final: ``[num_tokens, hidden_size]`` what the head reads.
             streams: of the layers that are read, as `HiddenStates.hold` takes them.
         """
-        self._token_rows, self._final, self._call = token_rows, final, None
+        self._token_rows, self._logits, self._final, self._call = token_rows, logits, final, None
         if self.second is not None:
             self.second.begin(token_rows)
         if self.read is not None:
@@ -171,11 +177,18 @@ class StepRows:
         assert self.second.hidden is not None
         return self._padded(self.second.hidden.logits(layers, self._rows, norm, ids), ids)
 
-    def twin(self) -> torch.Tensor:
+    def target(self) -> torch.Tensor:
+        """See `Beside`."""
+        assert self._logits is not None
+        return self._padded(self._logits if self._rows is None else self._logits[self._rows], None)
+
+    def of_twins(self, which: Sequence[bool]) -> StepRows:
         """See `Beside`."""
         assert self.twins is not None
-        logits, rows = self.twins
-        return self._padded(logits[rows if self._rows is None else rows[self._rows]], None)
+        other, own = copy.copy(self), torch.arange(len(self.twins), device=self.twins.device)
+        rows = own if self._rows is None else self._rows
+        other._rows = torch.where(torch.tensor(which, device=rows.device), self.twins[rows], rows)
+        return other
 
     def hidden(self) -> torch.Tensor:
         """See `Beside`."""
@@ -202,6 +215,10 @@ class StepRows:
         name = next(name for name, state in self._requests.items() if state.output_token_ids is output)
         return self._kept.setdefault(name, {})
 
+    def keep(self, request_id: str, rule: str, place: int, value: Any) -> None:
+        """Something is known of a request's place that its rule is to find."""
+        self._kept.setdefault(request_id, {}).setdefault(rule, {})[place] = value
+
     def forget(self, request_id: str) -> None:
         """A request is gone."""
         self._kept.pop(request_id, None)
@@ -216,6 +233,8 @@ class RuledRunner:
     discard_request_mask: Any
 
     twins: Twins | None = None  # set where a rule reads twins
+    pausing: str | None = None  # the rule that can put tokens off
+    pauses: dict[str, Pause]  # of the step's requests whose next token was put off, by id
     beside: StepRows | None = None  # set where a rule reads more than logits
     logits_rows: torch.Tensor | None = None  # of the step's tokens, those with logits
 
@@ -239,9 +258,14 @@ class RuledRunner:
         state = self.execute_model_state
         if state is not None and self.beside is not None:
             assert self.logits_rows is not None
-            self.beside.begin(self.logits_rows, state.hidden_states, state.aux_hidden_states)
+            self.beside.begin(self.logits_rows, state.logits, state.hidden_states, state.aux_hidden_states)
+            if self.pausing is not None:
+                for processor in self.input_batch.logitsprocs.all:
+                    if isinstance(processor, RuleProcessor):
+                        processor.paused = {}
             if self.twins is not None:
-                self._begin_twins(self.twins, self.beside, state.logits)
+                rows = self._begin_twins(self.twins)
+                self.beside.twins = torch.tensor(rows, device=self.logits_rows.device)
         discarded = self.discard_request_mask.np[: self.input_batch.num_reqs].nonzero()[0].tolist()
         # What is not to be sampled takes nothing from a seed's noise. vLLM takes it and winds the generator back, which
         # a CPU's cannot do.
@@ -252,8 +276,15 @@ class RuledRunner:
         finally:
             generators.update(aside)
 
-    def _begin_twins(self, twins: Twins, beside: StepRows, logits: torch.Tensor) -> None:
-        """Find out which requests of the step have their other halves beside them; others get no token."""
+    def pause(self, index: int, pause: Pause) -> bool:
+        """A request's next token is put off; False where it would have got none anyway."""
+        if self.discard_request_mask.np[index]:
+            return False
+        self.pauses[self.input_batch.req_ids[index]] = pause
+        return True
+
+    def _begin_twins(self, twins: Twins) -> list[int]:
+        """Which rows are whose twins'; requests of the step without their other halves beside them get no token."""
         discarded = self.discard_request_mask.np
         rows = twins.begin(
             self.input_batch.req_id_to_index,
@@ -261,15 +292,19 @@ class RuledRunner:
             [not each for each in discarded[: self.input_batch.num_reqs]],
         )
         discarded[twins.held] = True
-        beside.twins = logits, torch.tensor(rows, device=logits.device)
+        return rows
 
     def _row_start(self) -> list[int]:
         """Where each request's rows with logits begin: ``[num_requests + 1]``."""
         return list(range(self.input_batch.num_reqs + 1))
 
     def _sample(self, logits: Any, spec_decode_metadata: Any) -> Any:
-        """vLLM's; twins get their owners' tokens."""
+        """vLLM's; twins get their owners' tokens, and paused requests none."""
         output = super()._sample(logits, spec_decode_metadata)  # type: ignore[misc]
+        if self.pausing is not None:
+            for index, pause in v1_rules.paused(self.input_batch.logitsprocs).items():
+                if self.pause(index, pause):
+                    self.discard_request_mask.np[index] = True
         if self.twins is not None and self.twins.pairs:
             owners, their_twins = map(list, zip(*self.twins.pairs, strict=True))
             output.sampled_token_ids[their_twins] = output.sampled_token_ids[owners]
@@ -277,6 +312,10 @@ class RuledRunner:
 
     def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         """vLLM's."""
+        if self.beside is not None and self.pausing is not None:
+            self.pauses = {}
+            for name, (place, token) in getattr(scheduler_output, v1_branch_scheduler.CHOICES, {}).items():
+                self.beside.keep(name, self.pausing, place, token)
         if self.twins is not None:
             for request in scheduler_output.scheduled_new_reqs:
                 self.twins.admit(request.req_id, request.sampling_params)
@@ -315,6 +354,7 @@ class RuledRunner:
             second = SecondModel(runner.vllm_config, settings.companion, runner.get_model(), of_companion)
         self.beside = StepRows(runner.model_config.get_vocab_size(), read, second, runner.requests)
         self.twins = Twins() if settings.twins else None
+        self.pausing = next((rule.name for rule in steering if isinstance(rule, PausingRule)), None)
         for processor in runner.input_batch.logitsprocs.all:
             if isinstance(processor, RuleProcessor):
                 processor.beside = self.beside

@@ -26,7 +26,7 @@ from vllm.v1.structured_output.backend_xgrammar import validate_xgrammar_grammar
 from vllm_ext import rules
 from vllm_ext.rules import RuleSettings
 from vllm_ext.samplers.base import LearningRule, Row
-from vllm_ext.samplers.steering import CompanionOptions, SteeringRule
+from vllm_ext.samplers.steering import CompanionOptions, Pause, PausingRule, SteeringRule
 from vllm_ext.v1_memory import Memory
 from vllm_ext.vocabulary import ModelVocabulary
 
@@ -55,6 +55,7 @@ class RuleProcessor(LogitsProcessor):  # type: ignore[misc]  # vLLM is untyped t
     def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
         self._rules = rules.load(self.settings.as_json, ModelVocabulary.of(vllm_config.model_config))
         self.rows: dict[int, dict[str, Row]] = {}  # by batch index, by rule
+        self.paused: dict[int, Pause] = {}  # by batch index, of the last call
 
     @property
     def is_idle(self) -> bool:
@@ -104,6 +105,7 @@ class RuleProcessor(LogitsProcessor):  # type: ignore[misc]  # vLLM is untyped t
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
         """See vLLM's."""
+        self.paused = {}
         for name, rule in self._rules.items():
             rows = {index: its[name] for index, its in self.rows.items() if name in its}
             if isinstance(rule, SteeringRule) and rows:
@@ -117,6 +119,9 @@ class RuleProcessor(LogitsProcessor):  # type: ignore[misc]  # vLLM is untyped t
                 part = logits[index]
                 rule.apply(part, list(rows.values()))
                 logits[index] = part
+            if isinstance(rule, PausingRule) and rows:
+                places = range(len(logits)) if len(rows) == len(logits) else list(rows)
+                self.paused |= {places[row]: pause for row, pause in rule.paused.items()}
         return logits
 
 
@@ -128,6 +133,15 @@ def _check_grammar(key: str, field: str, source: str) -> None:
         )
     except (ValueError, VLLMValidationError) as error:
         raise ValueError(f"vllm_xargs {key}: {error}") from None
+
+
+def paused(processors: Any) -> dict[int, Pause]:
+    """Rows of the last call of vLLM's LogitsProcessors that are to get no token yet, by batch index."""
+    found: dict[int, Pause] = {}
+    for processor in processors.all:
+        if isinstance(processor, RuleProcessor):
+            found |= processor.paused
+    return found
 
 
 def take_notes(processors: Any, names: Sequence[str]) -> dict[str, Notes]:

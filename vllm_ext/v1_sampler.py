@@ -27,9 +27,10 @@ from vllm.v1.sample.rejection_sampler import PLACEHOLDER_TOKEN_ID, RejectionSamp
 from vllm_ext.grammars import Masks
 from vllm_ext.samplers.tree_walk import greedy_walk, walk
 from vllm_ext.v1_drawn import DrawnSampler
-from vllm_ext.v1_rules import RuleProcessor
+from vllm_ext.v1_rules import RuleProcessor, paused
 from vllm_ext.v1_trees import StepTrees
 
+PAUSED = -2  # in the place of a token that a rule has put off; no draft is that
 VERIFICATION = 0xACCE  # in the seed of its noise: apart from the draft's
 
 
@@ -70,10 +71,12 @@ class TreeSampler(RejectionSampler):  # type: ignore[misc]  # vLLM is untyped to
                 sampler = self._verifier(trees)
             rounds = _Rounds(self.runner, sampler, logits, trees.row_start, sampling_metadata, masks)
             trees.accepted, emitted = walk(trees.row_start, tokens, trees.parents, rounds.draw)
-            logprobs = rounds.logprobs(max(map(len, emitted)))
+            if self.runner.pausing is not None:
+                emitted = [tokens[:-1] if tokens[-1] == PAUSED else tokens for tokens in emitted]
+            logprobs = rounds.logprobs(max(1, *map(len, emitted)))
         if masks is not None:
             masks.close()
-        width = max(map(len, emitted))
+        width = max(1, *map(len, emitted))
         padded = np.full((len(emitted), width), PLACEHOLDER_TOKEN_ID, dtype=np.int32)
         for row, tokens in zip(padded, emitted, strict=True):
             row[: len(tokens)] = tokens
@@ -158,6 +161,10 @@ class _Rounds:
         if output.logprobs_tensors is not None:
             self._parts.append((list(requests), output.logprobs_tensors))
         tokens: list[int] = output.sampled_token_ids[:, 0].tolist()
+        if self._runner.pausing is not None:
+            for place, pause in paused(metadata.logitsprocs).items():
+                if self._runner.pause(requests[place], pause):
+                    tokens[place] = PAUSED
         return tokens
 
     def logprobs(self, width: int) -> LogprobsTensors | None:
@@ -169,7 +176,7 @@ class _Rounds:
             return first
         num_requests = len(self._parts[0][0])
         padded = [part.new_zeros((num_requests * width, *part.shape[1:])) for part in first[:3]]
-        for place, (requests, part) in enumerate(self._parts):
+        for place, (requests, part) in enumerate(self._parts[:width]):
             rows = torch.tensor(requests, device=first[0].device) * width + place
             for into, values in zip(padded, part[:3], strict=True):
                 into[rows] = values

@@ -17,21 +17,18 @@ from vllm.v1.outputs import DraftTokenIds
 
 from vllm_ext import grammars, rules
 from vllm_ext.proposers.sampled import ASKED_PER_NODE
-from vllm_ext.v1_twin_scheduler import TwinScheduler
+from vllm_ext.v1_branch_scheduler import BranchScheduler
 
 NOTES = "vllm_ext_notes"  # of a ModelRunnerOutput; set by `v1_worker`
 REPORT = "vllm_ext"  # the key of what a request's rules have to say
 
 
-class RulesScheduler(TwinScheduler):
+class RulesScheduler(BranchScheduler):
     """Adds up what sampling rules note of a request's tokens, and returns it with the request.
 
     In ``kv_transfer_params``, the one field of vLLM's outputs that takes what a scheduler wants to say, and that its
     HTTP answers have.
     """
-
-    requests: dict[str, Any]
-    vllm_config: Any
 
     @functools.cached_property
     def _ruled(self) -> rules.RuleSettings | None:

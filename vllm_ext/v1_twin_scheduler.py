@@ -8,7 +8,6 @@ token back, to ask again. So they are in step whatever happens to either.
 
 from __future__ import annotations
 
-import functools
 import time
 from typing import Any
 
@@ -34,15 +33,10 @@ class TwinScheduler(StockScheduler):  # type: ignore[misc]  # vLLM is untyped to
 
     _num_stuck = 0  # steps on end whose requests have all waited for their other halves
 
-    @functools.cached_property
-    def _twins(self) -> dict[str, str]:
-        """By owner's request id, the twin's."""
-        return {}
-
-    @functools.cached_property
-    def _owners(self) -> dict[str, str]:
-        """By twin's request id, the owner's."""
-        return {}
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._twins: dict[str, str] = {}  # by owner's request id, the twin's
+        self._owners: dict[str, str] = {}  # by twin's request id, the owner's
 
     def add_request(self, request: Any) -> None:
         """vLLM's; behind a request that is to have a twin comes the twin."""
@@ -88,8 +82,6 @@ class TwinScheduler(StockScheduler):  # type: ignore[misc]  # vLLM is untyped to
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
         """vLLM's; of twins nothing is put out."""
         outputs = super().update_from_output(scheduler_output, model_runner_output)
-        if not self._owners:
-            return outputs
         for of_client in outputs.values():
             of_client.outputs = [each for each in of_client.outputs if each.request_id not in self._owners]
         num_held = 0
@@ -114,12 +106,20 @@ class TwinScheduler(StockScheduler):  # type: ignore[misc]  # vLLM is untyped to
         """End the twins of requests that are gone."""
         for owner in [name for name in self._twins if name not in self.requests]:
             twin = self._twins.pop(owner)
-            super().finish_requests(twin, RequestStatus.FINISHED_ABORTED)
+            self._end(twin)
             del self._owners[twin]
 
+    def _end(self, name: str) -> None:
+        """End what nobody waits for any more."""
+        super().finish_requests(name, RequestStatus.FINISHED_ABORTED)
+
     def _half(self, name: str) -> Any:
-        """A running request that has another half."""
-        request = self.requests.get(name) if name in self._twins or name in self._owners else None
+        """A running request that waits for another one, or another for it."""
+        return self._running(name) if name in self._twins or name in self._owners else None
+
+    def _running(self, name: str) -> Any:
+        """A request, if it runs."""
+        request = self.requests.get(name)
         return request if request is not None and request.status == RequestStatus.RUNNING else None
 
     def _make_room(self) -> None:
@@ -136,8 +136,8 @@ class TwinScheduler(StockScheduler):  # type: ignore[misc]  # vLLM is untyped to
         if len(self.running) == 1 and self._num_stuck > 1:
             owner = self._owners.get(first.request_id, first.request_id)
             logger.error(
-                "vllm-ext: request %s and its twin need more KV blocks at once than there are; it ends. Raise "
-                "gpu_memory_utilization or kv_cache_memory_bytes, or lower max_model_len.",
+                "vllm-ext: request %s and what a rule has read beside it need more KV blocks at once than there are; "
+                "it ends. Raise gpu_memory_utilization or kv_cache_memory_bytes, or lower max_model_len.",
                 owner,
             )
             self.grammar_compile_error_reqs.add(owner)  # vLLM's list of what ends with an error

@@ -8,7 +8,16 @@ from typing import Any
 
 from vllm.platforms import current_platform
 
-from vllm_ext import compat, rules, v1_attention, v1_beside, v1_rules, v1_runner, v1_scheduler
+from vllm_ext import (
+    compat,
+    rules,
+    v1_attention,
+    v1_beside,
+    v1_branch_scheduler,
+    v1_rules,
+    v1_runner,
+    v1_scheduler,
+)
 from vllm_ext.v1_drafter import Drafter
 from vllm_ext.v1_memory import Memory
 
@@ -49,8 +58,10 @@ class RulesWorker(PlatformWorker):  # type: ignore[misc]  # vLLM is untyped to u
     def sample_tokens(self, grammar_output: Any) -> Any:
         """vLLM's; what rules have noted goes with the tokens."""
         output = super().sample_tokens(grammar_output)
+        runner = self.model_runner
+        if runner.pausing is not None and output is not None:
+            setattr(output, v1_branch_scheduler.PAUSES, runner.pauses)
         if self._reports and output is not None:
-            runner = self.model_runner
             notes = v1_rules.take_notes(runner.input_batch.logitsprocs, runner.input_batch.req_ids)
             setattr(output, v1_scheduler.NOTES, notes)
         return output

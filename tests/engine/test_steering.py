@@ -32,6 +32,7 @@ RULES: dict[str, dict[str, Any]] = {
     "dola": {"candidates": [0, 1], "norm": True},
     "momentum": {},
     "cad": {"alpha": 1.0},
+    "adadec": {"threshold": 1.0},
     "svdecode": {"strength": 8.0, "alpha": 0.01},
     "caad": {"strength": 4.0, "threshold": 0.1},
 }
@@ -92,9 +93,12 @@ def ask(llm: Any, given: list[SamplingParams], first: int = 0) -> list[Any]:
     prompts = prompts_of(llm, first + len(given))[first:]
     inputs, asked = [{"prompt_token_ids": tokens} for tokens in prompts], []
     for index, each in enumerate(given):
-        if (each.extra_args or {}).get("cad_context") == "two thirds":
-            each = each.clone()
-            each.extra_args = {**each.extra_args, "cad_context": context_of(first + index)}
+        context = context_of(first + index)
+        each = each.clone()
+        if each.extra_args:
+            each.extra_args = {
+                key: context if value == "two thirds" else value for key, value in each.extra_args.items()
+            }
         asked.append(each.clone())
     outputs: list[Any] = llm.generate(inputs, asked, use_tqdm=False)
     return outputs
@@ -123,6 +127,9 @@ ALL = [
     params(GREEDY, cad_context="two thirds"),
     params({**SEEDED, "n": 2, "logprobs": 1}, cad_context="two thirds", cad_alpha=0.5),
     params({**SEEDED, "repetition_penalty": 1.1}, cad_context="two thirds", contrastive=True),
+    params(GREEDY, adadec=True),
+    params({**GREEDY, "logprobs": 1}, adadec_threshold=0.5, adadec_candidates=2, adadec_lookahead=3),
+    params({**SEEDED, "seed": 5}, lol_instruction="two thirds", lol_mu=0.3),
     params(SEEDED, contrastive_beta=1.5),
     params({**SEEDED, "n": 2, "top_p": 0.9}, dola_alpha=0.01),
     params(SEEDED, anchored_k=0.05),
@@ -308,6 +315,43 @@ def test_the_formulas_on_the_model_itself(slice_dir: str, expected: list[Any], p
     check(tokens, 2.0 * final - without, final, 1e-9)
 
 
+def test_looking_ahead_by_hand(slice_dir: str, plain: Any, expected: list[Any]) -> None:
+    """Greedy, but at each token that is not sure the formula over three continuations."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(slice_dir, dtype=torch.float32)
+    tokenizer = plain.get_tokenizer()
+    lines = {token for token in range(len(tokenizer)) if "\n" in tokenizer.decode([token])}
+
+    def log_p_of(tokens: list[int]) -> torch.Tensor:
+        with torch.inference_mode():
+            log_p: torch.Tensor = model(torch.tensor([tokens])).logits[0, -1].double().log_softmax(0)
+        return log_p
+
+    def ahead(tokens: list[int], log_p: float) -> float:
+        behind: list[float] = []
+        while len(behind) < 5 and tokens[-1] not in lines:
+            value, token = log_p_of(tokens).max(0)
+            behind.append(float(value))
+            tokens = [*tokens, int(token)]
+        return (log_p + sum(behind)) / (1 + len(behind))
+
+    prompt, output, num_unsure, num_moved = prompts_of(plain, 13)[12], list[int](), 0, 0
+    for _ in range(40):
+        log_p = log_p_of([*prompt, *output])
+        best = log_p.topk(3)
+        token = int(best.indices[0])
+        if float(torch.special.entr(log_p.exp()).sum()) > 1.0:
+            num_unsure += 1
+            tried = zip(best.indices.tolist(), best.values.tolist(), strict=True)
+            scores = [ahead([*prompt, *output, each], value) for each, value in tried]
+            token = int(best.indices[scores.index(max(scores))])
+            num_moved += token != int(best.indices[0])
+        output.append(token)
+    assert output == list(expected[12].outputs[0].token_ids)
+    assert num_unsure > num_moved > 0
+
+
 def test_budgets_hold_over_many_answers(trees: Any) -> None:
     """What an answer has spent is never above k nats a token, whatever was drafted, kept or thrown away."""
     given = [params({"temperature": 1.0, "seed": seed}, anchored_k=0.1) for seed in range(48)]
@@ -322,9 +366,20 @@ def test_budgets_hold_over_many_answers(trees: Any) -> None:
         (SEEDED, {"momentum": True}, "temperature=0.9 does not go with momentum"),
         ({**SEEDED, "top_p": 0.5}, {"anchored": True}, "anchored does not go with top_k, top_p or min_p"),
         (GREEDY, {"anchored": True, "dola": True}, "rule 'anchored' does not go with 'dola'"),
+        (SEEDED, {"adadec": True}, "temperature=0.9 does not go with adadec"),
+        (GREEDY, {"adadec": True, "dola": True}, "rule 'adadec' does not go with 'dola'"),
         (GREEDY, {"cad": True}, "cad_context=None does not go with cad"),
         (GREEDY, {"cad_context": "not in it"}, "cad_context"),
-        ({**GREEDY, "prompt_logprobs": 1}, {"cad_context": "in it"}, "prompt_logprobs do not go with rule"),
+        (
+            GREEDY,
+            {"cad_context": "two thirds", "lol_instruction": "two thirds"},
+            "cad and lol do not go together in one request",
+        ),
+        (
+            {**GREEDY, "prompt_logprobs": 1},
+            {"cad_context": "two thirds"},
+            "prompt_logprobs do not go with a rule",
+        ),
         (GREEDY, {"vllm_ext_twin_owner": "0"}, "vllm_ext_twin_owner: it is the engine's own"),
         (GREEDY, {"contrastive_alpha": 2.0}, "contrastive_alpha=2.0 is not allowed"),
     ],
@@ -338,7 +393,7 @@ def test_wrong_requests_are_refused(
 
 def test_what_was_kept_outlives_preemptions(plain: Any, trees: Any) -> None:
     """In a cache with room for half of them answers and budgets are what they are with room for all."""
-    given = [ALL[i].clone() for i in (0, 2, 4, 5, 9, 10, 12, 14, 15)] * 2
+    given = [ALL[i].clone() for i in (0, 2, 4, 5, 9, 10, 14, 15, 17, 18)] * 2 + [ALL[12].clone()]
     for each in given:
         each.max_tokens = 150
     expected, before = ask(plain, given), preemptions(trees)

@@ -51,10 +51,11 @@ class Fixed:
         second: torch.Tensor | None = None,
         second_early: torch.Tensor | None = None,
         hidden: torch.Tensor | None = None,
-        twin: torch.Tensor | None = None,
+        target: torch.Tensor | None = None,
+        twin: Fixed | None = None,
     ) -> None:
         self._early, self._second, self._second_early, self._hidden = early, second, second_early, hidden
-        self._twin = twin
+        self._target, self._twin = target, twin
 
     def layers(self, layers: Sequence[int], norm: bool, ids: Any = None) -> torch.Tensor:
         assert self._early is not None
@@ -69,9 +70,17 @@ class Fixed:
         assert self._second_early is not None
         return at(self._second_early, ids)
 
-    def twin(self) -> torch.Tensor:
+    def target(self) -> torch.Tensor:
+        assert self._target is not None
+        return self._target
+
+    def of_twins(self, which: Sequence[bool]) -> Fixed:
         assert self._twin is not None
-        return self._twin
+        rows, mixed = torch.tensor(which)[:, None], Fixed()
+        for name in ("_early", "_second", "_second_early", "_target"):
+            twin, own = getattr(self._twin, name), getattr(self, name)
+            setattr(mixed, name, twin if own is None else torch.where(rows, twin, own))
+        return mixed
 
     def hidden(self) -> torch.Tensor:
         assert self._hidden is not None
@@ -455,6 +464,39 @@ def test_thresholds_that_leave_one_model() -> None:
 # LOL
 
 
+def test_lol_behind_an_instruction() -> None:
+    """Of rows with one all but the last term is of the twin's; without it nothing is."""
+    own = [logits_of(seed, 4) for seed in range(4)]
+    twins = [logits_of(seed + 10, 4) for seed in range(4)]
+    expert, amateur, low, low_amateur = own
+    expert[:, 11] = -INF  # as a grammar leaves it
+    twins[0][:, 11] = 30.0
+    beside = Fixed(
+        low[None],
+        amateur,
+        low_amateur[None],
+        target=expert,
+        twin=Fixed(twins[2][None], twins[1], twins[3][None], target=twins[0]),
+    )
+    rule = LolRule(LolOptions(model="amateur", omega=0.6, alpha=0.01, mu=0.7))
+    rule.layer_numbers, rule.companion_layer_numbers = [6], [3]
+    with_it, without = LolParams(lol_instruction="be honest"), LolParams()
+    rows = [
+        *rows_of(with_it, 2),
+        *rows_of(without, 1),
+        *rows_of(LolParams(lol_instruction="x", lol_mu=0.0), 1),
+    ]
+    found = applied(rule, expert, rows, beside)
+    for row in range(4):
+        z, a, z_j, a_j = [each[row].double().numpy() for each in (own if row == 2 else twins)]
+        z = np.where(expert[row].numpy() == -INF, -INF, z)
+        scores = 2 * z - a + 0.6 * (2 * z_j - a_j)
+        if row < 2:
+            scores = scores + 0.7 * expert[row].double().numpy()
+        p = softmax(z)
+        assert_same_scores(found[row], np.where(p >= 0.01 * p.max() * (1 - 1e-9), scores, -INF))
+
+
 def test_lol_is_the_formula() -> None:
     expert, low, amateur, low_amateur = (logits_of(seed, 4) for seed in range(4))
     rule = LolRule(LolOptions(model="amateur", low_beta=0.7))
@@ -602,7 +644,10 @@ def test_cad_is_the_formula(alpha: float, least: float) -> None:
     with_it[:, 7] = -INF  # as a grammar leaves it
     rule = CadRule(CadOptions(alpha=9.0, plausible=least))
     found = applied(
-        rule, with_it, rows_of(CadParams(cad_context="x", cad_alpha=alpha), 5), Fixed(twin=without)
+        rule,
+        with_it,
+        rows_of(CadParams(cad_context="x", cad_alpha=alpha), 5),
+        Fixed(twin=Fixed(target=without)),
     )
     for row in range(5):
         z, z_0 = with_it[row].double().numpy(), without[row].double().numpy()
@@ -620,7 +665,12 @@ def test_cad_is_the_formula(alpha: float, least: float) -> None:
 def test_cad_is_linear_in_alpha() -> None:
     z, z_0 = logits_of(4, 3), logits_of(5, 3)
     scores = [
-        applied(CadRule(CadOptions(alpha=a)), z, rows_of(CadParams(cad_context="x"), 3), Fixed(twin=z_0))
+        applied(
+            CadRule(CadOptions(alpha=a)),
+            z,
+            rows_of(CadParams(cad_context="x"), 3),
+            Fixed(twin=Fixed(target=z_0)),
+        )
         for a in (0.0, 1.0, 2.0)
     ]
     torch.testing.assert_close(scores[2] - scores[1], scores[1] - scores[0], atol=1e-5, rtol=0)

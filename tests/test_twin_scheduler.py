@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from typing import Any
 
@@ -49,22 +50,28 @@ def pause_of(request_id: str, place: int, stop: int) -> Pause | None:
     return Pause(place, [Candidate(each, -chance.random()) for each in tokens], chance.choice([0, 1, 3]))
 
 
+@functools.cache
+def config_of(model: str, policy: str, max_num_seqs: int) -> Any:
+    """Of a small server with both rules."""
+    return EngineArgs(
+        model=model,
+        dtype="float32",
+        max_model_len=256,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=48,
+        block_size=BLOCK,
+        scheduling_policy=policy,
+        additional_config={"vllm_ext": {"rules": {"cad": {}, "adadec": {}}}},
+    ).create_engine_config()
+
+
 class Engine:
     """The scheduler, and a worker that gives tokens by `token`, accepting some drafts, to requests and their twins, and
     puts off what `pause_of` says.
     """
 
     def __init__(self, model: str, num_blocks: int, policy: str, seed: int, max_num_seqs: int = 4) -> None:
-        config = EngineArgs(
-            model=model,
-            dtype="float32",
-            max_model_len=256,
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=48,
-            block_size=BLOCK,
-            scheduling_policy=policy,
-            additional_config={"vllm_ext": {"rules": {"cad": {}, "adadec": {}}}},
-        ).create_engine_config()
+        config = config_of(model, policy, max_num_seqs)
         config.cache_config.num_gpu_blocks = num_blocks
         spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=1, dtype=torch.float32)
         cache = KVCacheConfig(num_blocks, [], [KVCacheGroupSpec(["layer"], spec)])

@@ -148,6 +148,11 @@ class BranchScheduler(TwinScheduler):
         scores = [PausingRule.score(*each) for each in zip(found.candidates, found.behind, strict=True)]
         self._choices[trunk] = found.at, found.candidates[scores.index(max(scores))].token
 
+    @property
+    def _adds(self) -> bool:
+        """See the base class."""
+        return bool(self._pauses or self._branching or self._choices) or super()._adds
+
     def _half(self, name: str) -> Any:
         """Also a running request that waits for its branches."""
         if name in self._branching or name in self._pauses or name in self._choices:

@@ -82,6 +82,9 @@ class TwinScheduler(StockScheduler):  # type: ignore[misc]  # vLLM is untyped to
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
         """vLLM's; of twins nothing is put out."""
         outputs = super().update_from_output(scheduler_output, model_runner_output)
+        if not self._adds:
+            self._num_stuck = 0
+            return outputs
         for of_client in outputs.values():
             of_client.outputs = [each for each in of_client.outputs if each.request_id not in self._owners]
         num_held = 0
@@ -95,6 +98,11 @@ class TwinScheduler(StockScheduler):  # type: ignore[misc]  # vLLM is untyped to
         self._num_stuck = self._num_stuck + 1 if stuck else 0
         self._end_orphans()
         return outputs
+
+    @property
+    def _adds(self) -> bool:
+        """Whether there is any request that waits for another one."""
+        return bool(self._twins)
 
     def finish_requests(self, request_ids: Any, finished_status: Any) -> Any:
         """vLLM's."""

@@ -251,6 +251,16 @@ def test_more_pairs_than_run_at_once(plain: Any, trees: Any) -> None:
     assert [index for index in range(len(given)) if wrong[index] != expected[index]] == [8]
 
 
+def test_seeds_of_prompts_in_parts(plain: Any) -> None:
+    """Eight prompts of 900 tokens are more than a step takes: what is drawn of one that goes on takes no noise."""
+    prompts = [{"prompt_token_ids": (prompt * 40)[:900]} for prompt in prompts_of(plain, 8)]
+    given = [params(SEEDED) for _ in prompts]
+    alone = [plain.generate([prompt], params(SEEDED), use_tqdm=False)[0] for prompt in prompts]
+    plain.reset_prefix_cache()
+    together = plain.generate(prompts, given, use_tqdm=False)
+    assert_same_outputs(tokens_of(alone), tokens_of(together))
+
+
 def test_a_twin_shares_cached_prefixes(plain: Any) -> None:
     prompt = prompts_of(plain, 8)[4] * 6
     text = plain.get_tokenizer().decode(prompt[-20:-10])

@@ -23,8 +23,10 @@ from vllm_ext.proposers.budget import GoodputBudget
 from vllm_ext.proposers.token_recycling import TokenRecycling
 from vllm_ext.proposers.tree import DraftTree
 from vllm_ext.samplers.tree_walk import greedy_walk
+from vllm_ext.twins import OWNER
 from vllm_ext.v1_drafter import Drafter
 from vllm_ext.v1_trees import StepTrees
+from vllm_ext.v1_twins import Twins
 
 VOCAB = 50
 
@@ -152,6 +154,7 @@ class Runner:
         # vLLM's buffer is longer than the batch.
         self.query_start_loc = SimpleNamespace(np=np.array([*ends, *[ends[-1]] * 3], dtype=np.int32))
         self.step_started = 0.0
+        self.twins: Twins | None = None
 
 
 def step(
@@ -214,6 +217,19 @@ def test_rows_of_a_mixed_batch(drafter: Drafter, recorder: Recorder) -> None:
         "fallbacks:no_grammar": 0,
         "fallbacks:model_chain": 0,
     }
+
+
+def test_a_twin_is_given_its_owners_drafts(drafter: Drafter, recorder: Recorder) -> None:
+    """Its tokens are its owner's: counted once, learnt from once, and nothing is drafted for it."""
+    runner = Runner({"a": ([1, 3], [4, 5, 6], params()), "a's": ([3], [4, 5, 6], params())}, [[4, 5], [4, 5]])
+    runner.twins = Twins()
+    runner.twins.admit("a's", SimpleNamespace(extra_args={OWNER: "a"}))
+    runner.twins.begin({"a": 0, "a's": 1}, [0, 2, 4], [True, True])
+    assert step(drafter, runner, [1, 1], [[5, 6], [5, 6]]) == [[7, 8, 9], [7, 8, 9]]
+    assert drafter.proposed["a's"] is drafter.proposed["a"]
+    assert [request.request_id for request in recorder.requests] == ["a"]
+    assert drafter.counters()["spec_emitted_tokens"] == 2
+    assert drafter.counters()["spec_steps"] == 1
 
 
 def test_placeholders_are_nobodys_drafts(drafter: Drafter, recorder: Recorder) -> None:

@@ -7,8 +7,9 @@ the softmax of ``log q_N - log q_j`` over tokens with ``q_N >= alpha max q_N``.
 
 Source: "DoLa: Decoding by Contrasting Layers", arXiv 2309.03883, sections 2.1 to 2.3. As in the authors' code early
 hidden states do not pass the final norm, unless ``norm`` says so. That code takes one layer for a whole batch, and
-compares divergences with their arguments exchanged; here each row has its own, by the paper's definition. What a
-grammar or another rule has ruled out before is ruled out in all layers.
+compares divergences with their arguments exchanged; here each row has its own, by the paper's definition, over the
+128 likeliest tokens unless ``among`` says otherwise. What a grammar or another rule has ruled out before is ruled out
+in all layers.
 """
 
 from __future__ import annotations
@@ -48,11 +49,11 @@ class DolaOptions(SteeringOptions):
         description="plausible tokens have this part of the likeliest one's probability",
     )
     among: int | None = Field(
-        default=None,
+        default=128,
         ge=2,
         le=4096,
-        description="choose the layer by so many of the likeliest tokens alone, as if there were no others: of several "
-        "candidates this costs a fraction; none: by all, as in the paper",
+        description="choose the layer by so many of the likeliest tokens alone, as if there were no others, at a "
+        "fraction of the cost; null: by all, as in the paper",
     )
     norm: bool = Field(default=False, description="whether early hidden states pass the final norm")
 

@@ -85,17 +85,21 @@ def test_contrastive(real: SimpleNamespace) -> None:
     check(found, real.final.double().log_softmax(1) - real.amateur.double().log_softmax(1), real.final, 0.1)
 
 
-def test_dola(real: SimpleNamespace) -> None:
-    rule = DolaRule(DolaOptions(candidates=CANDIDATES))
+@pytest.mark.parametrize("among", [None, 128])
+def test_dola(real: SimpleNamespace, among: int | None) -> None:
+    rule = DolaRule(DolaOptions(candidates=CANDIDATES, among=among))
     rule.layer_numbers = CANDIDATES
     found = applied(rule, real, DolaParams())
-    log_q, log_early = real.final.double().log_softmax(1), real.early.double().log_softmax(2)
+    ids = real.final.topk(among or real.final.shape[1], 1).indices
+    log_q = real.final.double().gather(1, ids).log_softmax(1)
+    log_early = real.early.double().gather(2, ids.expand(len(CANDIDATES), *ids.shape)).log_softmax(2)
     middle = ((log_q.exp() + log_early.exp()) / 2).log()
     parts = [q.exp() * (q - middle) for q in (log_q.expand_as(log_early), log_early)]
     divergence = (parts[0] + parts[1]).sum(2) / 2
     chosen = divergence.argmax(0)
     assert len(chosen.unique()) > 1
-    check(found, log_q - log_early[chosen, torch.arange(len(chosen))], real.final, 0.1)
+    early = real.early[chosen, torch.arange(len(chosen))]
+    check(found, real.final.double() - early.double(), real.final, 0.1)
 
 
 def test_dola_among_few_tokens_mostly_chooses_the_same(real: SimpleNamespace) -> None:

@@ -193,7 +193,7 @@ def test_contrastive_where_one_model_knows_no_such_token() -> None:
 
 
 def dola_rule(**options: Any) -> DolaRule:
-    rule = DolaRule(DolaOptions(**options))
+    rule = DolaRule(DolaOptions(**{"among": None, **options}))
     rule.layer_numbers = DolaRule.layers(rule.options, 12)
     return rule
 

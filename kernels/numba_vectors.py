@@ -42,6 +42,7 @@ class _VectorModel(models.PrimitiveModel):  # type: ignore[misc]
 VECTOR = _Vector()
 FLOAT, INT = ir.FloatType(), ir.IntType(32)
 FLOATS, INTS = ir.VectorType(FLOAT, LANES), ir.VectorType(INT, LANES)
+BYTES = ir.VectorType(ir.IntType(8), LANES)
 SHORTS, HALVES = ir.VectorType(ir.IntType(16), LANES), ir.VectorType(ir.HalfType(), LANES)
 
 
@@ -51,6 +52,12 @@ def _constant(kind: Any, value: Any) -> Any:
 
 def _spread(builder: Any, scalar: Any) -> Any:
     undefined = ir.Constant(FLOATS, ir.Undefined)
+    lane = builder.insert_element(undefined, scalar, ir.Constant(INT, 0))
+    return builder.shuffle_vector(lane, undefined, ir.Constant(INTS, [0] * LANES))
+
+
+def _spread_int(builder: Any, scalar: Any) -> Any:
+    undefined = ir.Constant(INTS, ir.Undefined)
     lane = builder.insert_element(undefined, scalar, ir.Constant(INT, 0))
     return builder.shuffle_vector(lane, undefined, ir.Constant(INTS, [0] * LANES))
 
@@ -101,6 +108,20 @@ def store_vector(typing: Any, array: Any, index: Any, vector: Any) -> Any:
         return context.get_dummy_value()
 
     return types.void(array, types.int64, VECTOR), emit
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def load_codes(typing: Any, array: Any, index: Any, shift: Any, mask: Any) -> Any:
+    """``(array[index : index + LANES] >> shift) & mask`` of uint8 as a Vector."""
+
+    def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        pointer = _pointer(context, builder, signature.args[0], *arguments[:2])
+        bytes_ = builder.load(builder.bitcast(pointer, BYTES.as_pointer()), align=1)
+        shift, mask = (_spread_int(builder, builder.trunc(each, INT)) for each in arguments[2:])
+        codes = builder.and_(builder.lshr(builder.zext(bytes_, INTS), shift), mask)
+        return builder.sitofp(codes, FLOATS)
+
+    return VECTOR(array, types.int64, types.int64, types.int64), emit
 
 
 @intrinsic  # type: ignore[untyped-decorator]

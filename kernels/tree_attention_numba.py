@@ -15,40 +15,36 @@ import ctypes
 import functools
 from typing import Any
 
-import llvmlite.binding
 import numba
 import numpy as np
 import torch
 from numba import types
 
 from vllm_ext.kernels import backends
+from vllm_ext.kernels.attention_parts_numba import (
+    LOG2_E,
+    matrix_product,
+    online_softmax,
+    round_up,
+    run_in_threads,
+)
 from vllm_ext.kernels.kv_layouts import sizes
 from vllm_ext.kernels.numba_vectors import (
     LANES,
-    exp2_of_difference,
     fetch_add_one,
-    largest_lane,
     load_vector,
-    multiply_tile,
     pointer_to,
     splat,
     store_vector,
     sum_of_lanes,
-    vector_add,
-    vector_max,
     vector_min,
     vector_multiply,
 )
 from vllm_ext.kernels.tree_attention import TreeRows
 
-# Columns of a register tile, in vectors. 6 x 4 sums, 4 columns and a scalar are 29 of AVX-512's 32 registers;
-# 6 x 1 is 15 of AVX2's 16 and 29 of NEON's 32.
-TILE_ROWS, TILE_VECTORS = 6, 4 if llvmlite.binding.get_host_cpu_features().get("avx512f") else 1
-TILE_WIDTH = TILE_VECTORS * LANES
 CHUNK = 256  # tokens between two steps of the online softmax, rounded up to whole blocks
 WIDE_ROWS = 96  # rows of a task: their scores of a chunk stay in the second-level cache
 WIDE_ROWS_THREADED = 24  # smaller, so that one request's few KV heads keep several threads busy
-LOG2_E = 1.4426950408889634
 
 
 class _Arguments(ctypes.Structure):
@@ -102,11 +98,7 @@ def tree_attention_numba(
     arguments.query, arguments.output = query.data_ptr(), output.data_ptr()
     arguments.keys, arguments.values = key_cache.data_ptr(), value_cache.data_ptr()
     arguments.scale = scale * LOG2_E
-    parallel = _openmp() if threads > 1 else None
-    if parallel is None:
-        run(ctypes.addressof(arguments))
-    else:
-        parallel(run, ctypes.addressof(arguments), threads, 0)
+    run_in_threads(run, arguments, threads)
 
 
 def _arguments(
@@ -182,85 +174,6 @@ def _compiled(dtype: torch.dtype, paired: bool) -> Any:
     return function
 
 
-@functools.cache
-def _openmp() -> Any:
-    """GOMP_parallel of the OpenMP that torch runs on, under GNU's name in Intel's and LLVM's too; or None."""
-    try:
-        parallel = ctypes.CDLL(None).GOMP_parallel
-    except (AttributeError, OSError, TypeError):
-        return None
-    parallel.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
-    parallel.restype = None
-    return parallel
-
-
-@numba.njit(error_model="numpy")  # type: ignore[untyped-decorator]
-def _product(
-    a: Any,
-    i: int,
-    lda: int,
-    b: Any,
-    j: int,
-    ldb: int,
-    step: int,
-    c: Any,
-    k: int,
-    ldc: int,
-    rows: int,
-    inner: int,
-    width: int,
-    add: bool,
-) -> None:
-    """`_multiply_tile` over ``rows`` (even) times ``width`` (a multiple of LANES)."""
-    # Columns outside: the tile of b stays in the first-level cache while the rows go by.
-    column = 0
-    while column < width:
-        whole = width - column >= TILE_WIDTH
-        row = 0
-        while row < rows:
-            x, y, z = i + row * lda, j + column // LANES * step, k + row * ldc + column
-            if rows - row >= TILE_ROWS:
-                if whole:
-                    multiply_tile(TILE_ROWS, TILE_VECTORS, a, x, lda, b, y, ldb, step, c, z, ldc, inner, add)
-                else:
-                    multiply_tile(TILE_ROWS, 1, a, x, lda, b, y, ldb, step, c, z, ldc, inner, add)
-                row += TILE_ROWS
-            else:
-                if whole:
-                    multiply_tile(2, TILE_VECTORS, a, x, lda, b, y, ldb, step, c, z, ldc, inner, add)
-                else:
-                    multiply_tile(2, 1, a, x, lda, b, y, ldb, step, c, z, ldc, inner, add)
-                row += 2
-        column += TILE_WIDTH if whole else LANES
-
-
-@numba.njit(error_model="numpy")  # type: ignore[untyped-decorator]
-def _online(
-    scores: Any, start: int, width: int, best: Any, m: int, total: Any, line: int, head_size: int
-) -> None:
-    """Row m's online softmax takes in ``scores[start : start + width]`` (base 2), which become weights."""
-    before = load_vector(best, m * LANES)
-    top = before
-    for t in range(start, start + width, LANES):
-        top = vector_max(top, load_vector(scores, t))
-    top = splat(largest_lane(top))
-    store_vector(best, m * LANES, top)
-    weight = splat(np.float32(0.0))
-    for t in range(start, start + width, LANES):
-        power = exp2_of_difference(load_vector(scores, t), top)
-        store_vector(scores, t, power)
-        weight = vector_add(weight, power)
-    keep = exp2_of_difference(before, top)
-    for d in range(line, line + head_size + LANES, LANES):
-        store_vector(total, d, vector_multiply(load_vector(total, d), keep))
-    store_vector(total, line + head_size, vector_add(load_vector(total, line + head_size), weight))
-
-
-@numba.njit(error_model="numpy")  # type: ignore[untyped-decorator]
-def _round_up(n: int, to: int) -> int:
-    return (n + to - 1) // to * to
-
-
 @numba.njit(error_model="numpy")  # type: ignore[untyped-decorator]
 def _attend(pointer: Any, dtype: Any, cache_dtype: Any) -> None:
     """All tasks that no other thread takes.
@@ -289,7 +202,7 @@ def _attend(pointer: Any, dtype: Any, cache_dtype: Any) -> None:
         most = max(most, np.int64(num_rows[i]))
         all_rows += np.int64(num_rows[i])
     parents = numba.carray(pointer_to(args.parents, np.int32), all_rows)
-    padded = _round_up(min(args.wide_rows, most * group), 2)
+    padded = round_up(min(args.wide_rows, most * group), 2)
     chunk: Any = max(1, CHUNK // block_size) * block_size
     # LANES more: rows a power of two apart would share cache sets, and masking runs over the end.
     stride = chunk + LANES
@@ -315,7 +228,7 @@ def _attend(pointer: Any, dtype: Any, cache_dtype: Any) -> None:
                     continue
                 mine = fetch_add_one(pointer)
                 count = min(args.wide_rows, rows * group - begin)
-                even = _round_up(count, 2)
+                even = round_up(count, 2)
                 low, high = begin // group, (begin + count - 1) // group  # tree rows of this task
 
                 scale = splat(np.float32(args.scale))
@@ -340,7 +253,7 @@ def _attend(pointer: Any, dtype: Any, cache_dtype: Any) -> None:
                     width = min(chunk, length - first)
                     for offset in range(0, width, block_size):
                         block = np.int64(block_table[table + (first + offset) // block_size])
-                        _product(
+                        matrix_product(
                             q,
                             0,
                             head_size,
@@ -353,13 +266,13 @@ def _attend(pointer: Any, dtype: Any, cache_dtype: Any) -> None:
                             stride,
                             even,
                             head_size,
-                            _round_up(min(block_size, width - offset), LANES),
+                            round_up(min(block_size, width - offset), LANES),
                             False,
                         )
                     tree: Any = max(
                         context - first, 0
                     )  # the tree's first column, if there is one in this chunk
-                    width_used: Any = _round_up(width, LANES)
+                    width_used: Any = round_up(width, LANES)
                     for m in range(count):
                         bound = ((begin + m) // group - low) * hide_stride + first - context
                         for t in range(tree, width_used, LANES):
@@ -367,10 +280,10 @@ def _attend(pointer: Any, dtype: Any, cache_dtype: Any) -> None:
                             store_vector(
                                 scores, at, vector_min(load_vector(scores, at), load_vector(hide, bound + t))
                             )
-                        _online(scores, m * stride, width_used, best, m, total, m * line, head_size)
+                        online_softmax(scores, m * stride, width_used, best, m, total, m * line, head_size)
                     for offset in range(0, width, block_size):
                         block = np.int64(block_table[table + (first + offset) // block_size])
-                        _product(
+                        matrix_product(
                             scores,
                             offset,
                             stride,

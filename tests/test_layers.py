@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The folders and who may import whom: scripts, tests -> vllm_ext -> proposers, samplers -> kernels."""
+"""The folders and who may import whom: scripts, tests -> vllm_ext -> proposers, samplers -> kernels -> codecs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-FOLDERS = ("proposers", "samplers", "kernels")
+FOLDERS = ("proposers", "samplers", "kernels", "codecs")
 
 
 def imported_modules(file: Path) -> set[str]:
@@ -43,6 +43,7 @@ def test_folders_are_linked_namespaces(folder: str) -> None:
     ("folder", "forbidden"),
     [
         ("kernels", ["vllm", "vllm_ext.proposers", "vllm_ext.samplers"]),
+        ("codecs", ["vllm", "vllm_ext.proposers", "vllm_ext.samplers", "vllm_ext.kernels"]),
         ("proposers", ["vllm", "vllm_ext.samplers"]),
         ("samplers", ["vllm", "vllm_ext.proposers"]),
     ],

@@ -130,8 +130,8 @@ def test_arrays_that_cannot_be_read(slice_dir: str, tmp_path: Path, array: np.nd
     ("given", "says"),
     [
         (3, r'additional_config\["vllm_ext"\]=3 is not allowed; allowed: an object with \'rules\''),
-        ({"rule": {}}, r"unknown key 'rule'; known: 'rules'"),
-        ({"speculation": {}}, r"unknown key 'speculation'; known: 'rules'"),
+        ({"rule": {}}, r"unknown key 'rule'; known: 'rules', 'kv'"),
+        ({"speculation": {}}, r"unknown key 'speculation'; known: 'rules', 'kv'"),
         ({"rules": {}}, r'\["rules"\]=\{\} is not allowed; allowed: an object of rules: trie'),
         ({"rules": {"tri": {}}}, r"unknown rule 'tri'; known: trie"),
         (

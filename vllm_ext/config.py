@@ -17,7 +17,7 @@ from vllm_ext.proposers.base import MethodOptions, Proposer
 from vllm_ext.proposers.registry import METHODS, load_method, unknown_method
 
 ADDITIONAL_CONFIG_KEY = "vllm_ext"
-SPECULATION, RULES = "speculation", "rules"  # keys under that; the first is ours alone to write
+SPECULATION, RULES, KV = "speculation", "rules", "kv"  # keys under that; the first is ours alone to write
 
 
 @dataclass(frozen=True)

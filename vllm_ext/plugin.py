@@ -27,6 +27,7 @@ EXECUTOR_CLASS = "vllm_ext.v1_executor.Executor"
 SCHEDULER_CLASS = "vllm_ext.v1_scheduler.Scheduler"  # of methods that draft with a model
 # Of rules that report or learn, where no method of ours runs.
 RULES_WORKER_CLASS = "vllm_ext.v1_worker.RulesWorker"
+KV_WORKER_CLASS = "vllm_ext.v1_worker.KVWorker"  # of encoded caches, where neither is
 RULES_SCHEDULER_CLASS = "vllm_ext.v1_scheduler.RulesScheduler"
 
 
@@ -66,7 +67,7 @@ def _create_engine_config(original: Any, engine_args: Any, *args: Any, **kwargs:
 
     from vllm.logger import init_logger
 
-    from vllm_ext import compat, patches, rules
+    from vllm_ext import compat, kv_cache, patches, rules
 
     compat.check_version()
     logger = init_logger("vllm.vllm_ext")
@@ -78,7 +79,10 @@ def _create_engine_config(original: Any, engine_args: Any, *args: Any, **kwargs:
         ruled = _with_folders(ruled)
         rewritten["additional_config"] = {
             **engine_args.additional_config,
-            config.ADDITIONAL_CONFIG_KEY: {config.RULES: json.loads(ruled.as_json)},
+            config.ADDITIONAL_CONFIG_KEY: {
+                **config.ours(engine_args),
+                config.RULES: json.loads(ruled.as_json),
+            },
         }
 
         if not speculates:
@@ -86,6 +90,12 @@ def _create_engine_config(original: Any, engine_args: Any, *args: Any, **kwargs:
         compat.check_rules_classes(engine_args, ruled)
         rewritten["logits_processors"] = [*(engine_args.logits_processors or ()), v1_rules.name_of(ruled)]
         rewritten |= _for_rules(engine_args, ruled)
+    kv = kv_cache.from_config(engine_args)
+    if kv is not None:
+        kv_cache.check_engine_args(engine_args, companion=ruled is not None and ruled.companion is not None)
+        rewritten.setdefault("worker_cls", KV_WORKER_CLASS)
+        if engine_args.block_size is None:
+            rewritten["block_size"] = kv_cache.BLOCK_SIZE
     settings = None
     if speculates:
         settings = _settings(engine_args)
@@ -107,6 +117,9 @@ def _create_engine_config(original: Any, engine_args: Any, *args: Any, **kwargs:
             patches.read_prompts()
             twins.pieces_of(vllm_config)
         logger.info("vllm-ext %s: sampling rules %s", __version__, ruled.as_json)
+    if kv is not None:
+        kv_cache.check_vllm_config(vllm_config, kv)
+        logger.info("vllm-ext %s: KV cache by %s", __version__, kv)
     if settings is not None:
         _check_method(vllm_config, settings)
         patches.allow_all_sampling_parameters(DRAFTER_CLASS)

@@ -309,9 +309,9 @@ def from_config(engine_args: Any) -> RuleSettings | None:
     ours = config.ours(engine_args)
     if not isinstance(ours, Mapping):
         raise ValueError(f"{FIELD}={ours!r} is not allowed; allowed: an object with {config.RULES!r}.")
-    if unknown := [key for key in ours if key != config.RULES]:
-        raise ValueError(f"{FIELD}: unknown key {unknown[0]!r}; known: {config.RULES!r}.")
-    return parse(ours[config.RULES]) if ours else None
+    if unknown := [key for key in ours if key not in (config.RULES, config.KV)]:
+        raise ValueError(f"{FIELD}: unknown key {unknown[0]!r}; known: {config.RULES!r}, {config.KV!r}.")
+    return parse(ours[config.RULES]) if config.RULES in ours else None
 
 
 def of_vllm_config(vllm_config: Any) -> RuleSettings | None:

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's own worker of this platform, twice: with what sampling rules leave behind, and with our runner besides."""
+"""vLLM's own worker of this platform, thrice: with a KV cache of another form, with what sampling rules leave behind
+besides, and with our runner too.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +12,7 @@ from vllm.platforms import current_platform
 
 from vllm_ext import (
     compat,
+    kv_cache,
     rules,
     v1_attention,
     v1_beside,
@@ -27,15 +30,36 @@ else:
     from vllm.v1.worker.gpu_worker import Worker as PlatformWorker
 
 
-class RulesWorker(PlatformWorker):  # type: ignore[misc]  # vLLM is untyped to us
+class KVWorker(PlatformWorker):  # type: ignore[misc]  # vLLM is untyped to us
+    """Named in ``worker_cls`` where the KV cache is encoded; the others are as vLLM's where it is not."""
+
+    def init_device(self) -> None:
+        """Refuse a vLLM that has moved before any model is loaded."""
+        compat.check_hooks()
+        if kv_cache.from_config(self.vllm_config) is not None:
+            from vllm_ext import v1_kv_cache
+
+            v1_kv_cache.register()
+        super().init_device()
+
+    def get_kv_cache_spec(self) -> Any:
+        """vLLM's: what the layers' caches are like."""
+        specs = super().get_kv_cache_spec()
+        if kv_cache.from_config(self.vllm_config) is None:
+            return specs
+        from vllm_ext import v1_kv_cache
+
+        return v1_kv_cache.encoded_specs(self.vllm_config, specs)
+
+
+class RulesWorker(KVWorker):
     """Named in ``worker_cls`` where a rule reports, learns, or reads more than logits."""
 
     _memories: Sequence[Memory] = ()
     _reports = False
 
     def init_device(self) -> None:
-        """Refuse a vLLM that has moved before any model is loaded."""
-        compat.check_hooks()
+        """vLLM's; its runner then knows of what rules read."""
         super().init_device()
         v1_beside.install(self.model_runner)
 

@@ -492,9 +492,9 @@ class TestInTheParentProcess:
     @pytest.mark.skipif(sys.platform != "linux", reason="GNU's OpenMP name")
     def test_the_threads_are_those_of_torch(self) -> None:
         """A thread that torch's OpenMP made takes part, so whatever vLLM binds it to holds here too."""
-        from vllm_ext.kernels import tree_attention_numba
+        from vllm_ext.kernels import attention_parts_numba
 
-        parallel = tree_attention_numba._openmp()
+        parallel = attention_parts_numba._openmp()
         assert parallel is not None
         libc = ctypes.CDLL(None)
 

@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An encoded KV cache in a real engine: answers do not depend on what runs beside them, or on what is cached."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from conftest import engine
+from helpers import assert_same_outputs, generate, long_and_short_prompts, preemptions
+from vllm import SamplingParams
+
+pytestmark = pytest.mark.engine
+
+KV: dict[str, Any] = {"method": "kivi"}
+NUM_PROMPTS = 6
+
+
+def encoded(slice_dir: str, kv: dict[str, Any], **options: Any) -> Iterator[Any]:
+    yield from engine(slice_dir, additional_config={"vllm_ext": {"kv": kv}}, **options)
+
+
+@pytest.fixture(scope="module")
+def plenty(slice_dir: str) -> Iterator[Any]:
+    """With room for all, whole prompts in a step, and nothing cached."""
+    yield from encoded(slice_dir, KV, enable_prefix_caching=False, max_num_batched_tokens=4096)
+
+
+@pytest.fixture(scope="module")
+def scarce(slice_dir: str, plenty: Any) -> Iterator[Any]:
+    """Room for little, prompts in small parts, cached prefixes. The engine made last is the one with metrics."""
+    yield from encoded(slice_dir, KV, max_num_batched_tokens=48, num_gpu_blocks_override=27)
+
+
+# Greedy: vLLM on a CPU fails on seeded requests whose prompt comes in parts.
+ASKED = [SamplingParams(max_tokens=300, ignore_eos=True, temperature=0)] * NUM_PROMPTS
+
+
+def test_chunks_caches_and_preemptions_change_nothing(plenty: Any, scarce: Any) -> None:
+    prompts = long_and_short_prompts(plenty, NUM_PROMPTS)
+    expected = generate(plenty, prompts, ASKED)
+    before = preemptions(scarce)
+    for _ in range(2):
+        assert_same_outputs(expected, generate(scarce, prompts, ASKED))
+    assert preemptions(scarce) > before
+    alone = [generate(plenty, [prompt], ASKED[:1])[0] for prompt in prompts[:2]]
+    assert_same_outputs(expected[:2], alone)
+
+
+def test_cached_prefixes_are_found(scarce: Any) -> None:
+    """Of a prompt of 300 tokens all full blocks, the second time."""
+    prompt = [token % 4000 + 50 for token in range(300)]
+    asked = SamplingParams(temperature=0, max_tokens=2)
+    outputs = [scarce.generate([{"prompt_token_ids": prompt}], asked, use_tqdm=False)[0] for _ in range(2)]
+    assert outputs[1].num_cached_tokens == 256
+    assert outputs[0].outputs[0].token_ids == outputs[1].outputs[0].token_ids
+
+
+def test_answers_are_of_what_is_encoded(slice_dir: str, plenty: Any, plain_slice_llm: Any) -> None:
+    """Behind the first block log-probabilities are others, and not by much for a model of two layers."""
+    prompts = long_and_short_prompts(plenty, NUM_PROMPTS)
+    own, found = (
+        llm.generate(
+            [{"prompt_token_ids": prompt} for prompt in prompts],
+            SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0),
+            use_tqdm=False,
+        )
+        for llm in (plain_slice_llm, plenty)
+    )
+    for a, b in zip(own, found, strict=True):
+        changes = [
+            abs(x[token].logprob - y[token].logprob)
+            for token, x, y in zip(
+                a.prompt_token_ids[1:], a.prompt_logprobs[1:], b.prompt_logprobs[1:], strict=True
+            )
+        ]
+        assert max(changes[:60]) < 1e-3  # the first block is read as it is
+        if len(changes) > 100:
+            assert 1e-3 < sum(changes[64:]) / len(changes[64:]) < 0.5
+
+
+def test_more_tokens_in_the_same_memory(plenty: Any, plain_slice_llm: Any) -> None:
+    """By vLLM's own account, in float32 and with room for what is not encoded yet."""
+    own, found = (
+        llm.llm_engine.vllm_config.cache_config.kv_cache_size_tokens for llm in (plain_slice_llm, plenty)
+    )
+    assert found > 4 * own
+
+
+def test_aborted_requests_leave_nothing(scarce: Any) -> None:
+    prompts = long_and_short_prompts(scarce, NUM_PROMPTS)
+    for i, prompt in enumerate(prompts):
+        scarce.llm_engine.add_request(f"aborted-{i}", {"prompt_token_ids": prompt}, ASKED[0])
+    for _ in range(9):
+        scarce.llm_engine.step()
+    scarce.llm_engine.abort_request([f"aborted-{i}" for i in range(NUM_PROMPTS)])
+    while scarce.llm_engine.has_unfinished_requests():
+        scarce.llm_engine.step()
+    # Most of the room there is: it would wait forever if much of it were lost.
+    longest = [token % 4000 + 50 for token in range(15 * 64)]
+    asked = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
+    (output,) = scarce.generate([{"prompt_token_ids": longest}], asked, use_tqdm=False)
+    assert len(output.outputs[0].token_ids) == 10

@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a server keeps its KV cache: ``additional_config["vllm_ext"]["kv"]``, and what does not go with it.
+
+Nothing of vLLM's but the names of some fields of its configuration; `v1_kv_cache` is the adapter.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import ValidationError
+
+from vllm_ext import config
+from vllm_ext.codecs.base import CodecOptions, KVCodec
+from vllm_ext.codecs.registry import load_codec
+
+FIELD = f'additional_config["{config.ADDITIONAL_CONFIG_KEY}"]["{config.KV}"]'
+BLOCK_SIZE = (
+    64  # where the user has not said: what is not encoded yet takes the more room, the larger a block is
+)
+
+
+@dataclass(frozen=True)
+class KVSettings:
+    """The validated choice of a server."""
+
+    method: str
+    options: CodecOptions
+
+    def to_additional_config(self) -> dict[str, Any]:
+        """What travels to the workers."""
+        return {"method": self.method, **self.options.model_dump()}
+
+    @functools.lru_cache(maxsize=8)  # noqa: B019  # a server has one of these
+    def codec(self, block_size: int, head_size: int) -> KVCodec:
+        """For blocks and heads of these sizes.
+
+        Raises:
+            ValueError: they do not go with the options.
+        """
+        return load_codec(self.method)(self.options, block_size, head_size)
+
+    def __str__(self) -> str:
+        options = ", ".join(f"{key}={value!r}" for key, value in self.options.model_dump().items())
+        return f"{self.method} ({options})"
+
+
+def parse(given: Any) -> KVSettings:
+    """Validate what the user wrote.
+
+    Raises:
+        ValueError: the message names the field, the value, what is allowed and the way out.
+    """
+    if not isinstance(given, Mapping) or "method" not in given:
+        raise ValueError(
+            f'{FIELD}={given!r} is not allowed; allowed: an object with a method, {{"method": "kivi", "bits": 4}} say'
+        )
+    options = {key: value for key, value in given.items() if key != "method"}
+    try:
+        codec = load_codec(given["method"])
+    except ValueError as error:
+        raise ValueError(f"{FIELD}: {error}") from None
+    try:
+        return KVSettings(given["method"], codec.Options.model_validate(options))
+    except ValidationError as error:
+        explained = config.explain(codec.Options, error, f"Options of {given['method']}")
+        raise ValueError(
+            f"{FIELD}: method {given['method']!r}: {explained} Correct or remove it in --additional-config."
+        ) from None
+
+
+def from_config(carrier: Any) -> KVSettings | None:
+    """The settings in the ``additional_config`` of a VllmConfig or of EngineArgs; None where there are none."""
+    stored = config.ours(carrier).get(config.KV)
+    return None if stored is None else parse(stored)
+
+
+def check_engine_args(args: Any, companion: bool) -> None:
+    """Refuse options that an encoded cache does not work with, before vLLM looks at the model.
+
+    Args:
+        args: vLLM's EngineArgs.
+        companion: whether a sampling rule reads a second model.
+
+    Raises:
+        ValueError: naming the option, its value and the way out.
+    """
+    import vllm.envs as envs
+    from vllm.platforms import current_platform
+
+    method = (args.speculative_config or {}).get("method")
+    refusals = (
+        (
+            not current_platform.is_cpu(),
+            f"the platform {current_platform.device_type!r}",
+            "there are kernels for CPUs alone",
+        ),
+        (
+            bool(args.speculative_config),
+            f"speculative_config.method={method!r}",
+            "drafts are not read against encoded blocks yet; leave one of them out",
+        ),
+        (
+            companion,
+            "a sampling rule with a second model",
+            "its KV is not encoded; leave one of them out",
+        ),
+        (
+            args.kv_cache_dtype != "auto",
+            f"kv_cache_dtype={args.kv_cache_dtype!r}",
+            "must be 'auto': the cache has a form of its own",
+        ),
+        (
+            args.kv_transfer_config is not None,
+            "kv_transfer_config",
+            "must be unset: a connector does not know which blocks hold tokens as they are",
+        ),
+        (
+            args.decode_context_parallel_size > 1,
+            f"decode_context_parallel_size={args.decode_context_parallel_size}",
+            "must be 1: a block has all its tokens on one rank",
+        ),
+        (
+            args.worker_cls != "auto",
+            f"worker_cls={args.worker_cls!r}",
+            "must be 'auto': the cache is set up by a worker class of its own",
+        ),
+        (bool(envs.VLLM_USE_V2_MODEL_RUNNER), "VLLM_USE_V2_MODEL_RUNNER=1", "must be unset or 0"),
+    )
+    for refused, what, rule in refusals:
+        if refused:
+            raise ValueError(f"{FIELD} does not work with {what}: {rule}.")
+
+
+def check_vllm_config(vllm_config: Any, settings: KVSettings) -> None:
+    """What only the finished configuration tells.
+
+    Raises:
+        ValueError: the model's heads, or its kind, do not go with the settings.
+    """
+    model, block_size = vllm_config.model_config, vllm_config.cache_config.block_size
+    problems = {
+        "a model with latent attention (MLA)": model.use_mla,
+        "an encoder-decoder model": model.is_encoder_decoder,
+        "a model with state-space layers": model.is_hybrid,
+        "a pooling model": model.runner_type == "pooling",
+    }
+    if problem := next((what for what, present in problems.items() if present), None):
+        raise ValueError(f"{FIELD} does not work with {problem}: {model.model!r}. Remove it.")
+    try:
+        settings.codec(block_size, model.get_head_size())
+    except ValueError as error:
+        raise ValueError(
+            f"{FIELD}: {error}. Set it there, or the block size by --block-size; {model.model!r} has heads of "
+            f"{model.get_head_size()}."
+        ) from None

@@ -1,0 +1,201 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Encoded KV blocks in the V1 engine on a CPU: their size, who hands them out, and attention over them.
+
+vLLM has a place for each: a spec with its own page size, a manager registered for the spec, an attention backend. The
+block that fills up lies, as it is, in the bytes of the blocks behind it, which a request so always has: what is raw is
+paid for out of the same memory, and vLLM's own admission and preemption know of it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+from vllm.config import get_current_vllm_config
+from vllm.v1.attention.backend import AttentionMetadataBuilder, AttentionType
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, CPUAttentionBackendImpl
+from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
+from vllm.v1.kv_cache_interface import FullAttentionSpec
+from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry, register_kv_cache_spec
+
+from vllm_ext import kv_cache
+from vllm_ext.kernels.encoded_attention import EncodedRows, encoded_attention
+
+
+class EncodedManager(FullAttentionManager):  # type: ignore[misc]  # vLLM is untyped to us
+    """vLLM's manager of full attention; each request has a few blocks more than its tokens fill."""
+
+    kv_cache_spec: Any
+    block_size: int
+
+    def _with_tail(self, num_tokens: int) -> int:
+        return num_tokens + int(self.kv_cache_spec.tail_blocks) * self.block_size
+
+    def get_num_blocks_to_allocate(self, request_id: str, num_tokens: int, *args: Any, **kwargs: Any) -> int:
+        """vLLM's."""
+        wanted = self._with_tail(num_tokens)
+        num: int = super().get_num_blocks_to_allocate(request_id, wanted, *args, **kwargs)
+        return num
+
+    def allocate_new_blocks(self, request_id: str, num_tokens: int, *args: Any, **kwargs: Any) -> Any:
+        """vLLM's."""
+        return super().allocate_new_blocks(request_id, self._with_tail(num_tokens), *args, **kwargs)
+
+
+# The table of specs is filled when it is first asked for, and only if it is empty. This module is imported where a spec
+# is made or unpickled: in workers, and in the engine's core before it looks for a manager.
+KVCacheSpecRegistry._ensure_registered()
+
+
+@register_kv_cache_spec(manager_class=EncodedManager, uniform_type_base_spec=FullAttentionSpec)
+@dataclass(frozen=True, kw_only=True)
+class EncodedSpec(FullAttentionSpec):  # type: ignore[misc]
+    """Blocks of bytes. ``tail_blocks``: how many more a request has than its tokens fill."""
+
+    tail_blocks: int = 0
+
+    def max_num_blocks_per_req(self, vllm_config: Any, max_len: int) -> int:
+        """vLLM's: the width of block tables."""
+        return int(super().max_num_blocks_per_req(vllm_config, max_len)) + self.tail_blocks
+
+    def max_memory_usage_bytes(self, vllm_config: Any) -> int:
+        """vLLM's: of a request of the greatest length."""
+        return int(super().max_memory_usage_bytes(vllm_config)) + self.tail_blocks * int(self.page_size_bytes)
+
+    @classmethod
+    def merge(cls, specs: Any) -> Any:
+        """vLLM's, which knows no fields but its own."""
+        return replace(super().merge(specs), tail_blocks=max(spec.tail_blocks for spec in specs))
+
+
+def encoded_specs(vllm_config: Any, specs: dict[str, Any]) -> dict[str, Any]:
+    """The layers' specs, encoded.
+
+    Raises:
+        ValueError: a layer's attention is of a kind that is not encoded.
+    """
+    settings = kv_cache.from_config(vllm_config)
+    assert settings is not None
+    found = {}
+    for name, spec in specs.items():
+        if type(spec) is not FullAttentionSpec or spec.sliding_window is not None or spec.non_causal:
+            raise ValueError(
+                f"{kv_cache.FIELD}: layer {name} has {type(spec).__name__}, of another kind than plain causal "
+                "attention, which is what is encoded. Remove it for this model."
+            )
+        codec = settings.codec(spec.block_size, spec.head_size)
+        element_size = vllm_config.model_config.dtype.itemsize
+        values = {field.name: getattr(spec, field.name) for field in fields(spec)}
+        values |= {
+            "dtype": torch.uint8,
+            "state_content_bytes": codec.bytes_per_token,
+            "tail_blocks": codec.tail_blocks(element_size, spec.block_size),
+        }
+        found[name] = EncodedSpec(**values)
+    return found
+
+
+class EncodedMetadata:
+    """Of a step."""
+
+    def __init__(self, rows: EncodedRows, num_actual_tokens: int) -> None:
+        self.rows, self.num_actual_tokens = rows, num_actual_tokens
+
+
+class EncodedMetadataBuilder(AttentionMetadataBuilder):  # type: ignore[misc]
+    """Prompts' parts and decoding rows alike."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)  # abstract in vLLM's class
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
+    ) -> EncodedMetadata:
+        """vLLM's."""
+        common = common_attn_metadata
+        num_requests, num_tokens = common.num_reqs, common.num_actual_tokens
+        start = common.query_start_loc[: num_requests + 1]
+        num_rows = start.diff()
+        # Each row's parent is the one before it.
+        parents = torch.arange(-1, num_tokens - 1, dtype=torch.int32) - start[:-1].repeat_interleave(num_rows)
+        rows = EncodedRows(
+            block_table=common.block_table_tensor[:num_requests],
+            first_row=start[:-1].contiguous(),
+            num_rows=num_rows,
+            num_settled=num_rows,
+            context_len=common.seq_lens[:num_requests] - num_rows,
+            parents=parents.to(torch.int32),
+        )
+        return EncodedMetadata(rows, num_tokens)
+
+
+class EncodedCPUAttentionImpl(CPUAttentionBackendImpl):  # type: ignore[misc]
+    """Writes and reads in one call."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        features = {
+            "sliding windows": self.sliding_window not in (None, -1),
+            "ALiBi": self.alibi_slopes is not None,
+            "a logits soft-cap": bool(self.logits_soft_cap),
+            "attention sinks": self.sinks is not None,
+            "layers that share KV": self.kv_sharing_target_layer_name is not None,
+            "attention that is not a decoder's": self.attn_type != AttentionType.DECODER,
+        }
+        if problem := next((feature for feature, present in features.items() if present), None):
+            raise ValueError(f"{kv_cache.FIELD} does not work with a model that has {problem}. Remove it.")
+        vllm_config = get_current_vllm_config()
+        settings = kv_cache.from_config(vllm_config)
+        assert settings is not None
+        self.codec = settings.codec(vllm_config.cache_config.block_size, self.head_size)
+
+    def forward(
+        self,
+        layer: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: EncodedMetadata | None,
+        output: torch.Tensor,
+        *args: Any,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """vLLM's ``AttentionImpl.forward``."""
+        if attn_metadata is None:  # profiling
+            return output
+        num = attn_metadata.num_actual_tokens
+        encoded_attention(
+            query[:num],
+            key[:num],
+            value[:num],
+            kv_cache,
+            output[:num],
+            attn_metadata.rows,
+            self.codec,
+            self.scale,
+        )
+        return output
+
+
+class EncodedCPUAttentionBackend(CPUAttentionBackend):  # type: ignore[misc]
+    """In the place of vLLM's."""
+
+    forward_includes_kv_cache_update = True
+
+    @staticmethod
+    def get_impl_cls() -> type[Any]:
+        """See vLLM's ``AttentionBackend``."""
+        return EncodedCPUAttentionImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[Any]:
+        """See vLLM's ``AttentionBackend``."""
+        return EncodedMetadataBuilder
+
+
+def register() -> None:
+    """Put the backend in the place of vLLM's. In the worker, before the model is built."""
+    register_backend(AttentionBackendEnum.CPU_ATTN, "vllm_ext.v1_kv_cache.EncodedCPUAttentionBackend")

@@ -117,4 +117,4 @@ class Kivi(KVCodec):
 
 def _unflattened(x: torch.Tensor, num: int) -> torch.Tensor:
     """The last dimension as ``num`` rows."""
-    return x.reshape(*x.shape[:-1], num, -1)
+    return x.reshape(*x.shape[:-1], num, x.shape[-1] // num)

@@ -11,6 +11,7 @@ from vllm_ext.codecs.base import KVCodec
 # Paths, not classes: a server that uses one method imports one.
 CODECS: dict[str, str] = {
     "kivi": "vllm_ext.codecs.kivi:Kivi",
+    "mustafar": "vllm_ext.codecs.mustafar:Mustafar",
 }
 
 

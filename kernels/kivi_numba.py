@@ -2,7 +2,7 @@
 """Blocks of codec kivi, for kernels of numba; `vllm_ext.codecs.kivi` is the readable form and says what is where.
 
 All three take ``pages`` as bytes and as float16, where the block begins in bytes, and ``side``, float32 room for
-``2 * head_size * block_size / group_size`` scales and minima.
+``head_size * block_size`` numbers, of which scales and minima take a part.
 """
 
 from typing import Any

@@ -125,6 +125,29 @@ def load_codes(typing: Any, array: Any, index: Any, shift: Any, mask: Any) -> An
 
 
 @intrinsic  # type: ignore[untyped-decorator]
+def expand_vector(typing: Any, array: Any, index: Any, bits: Any) -> Any:
+    """Consecutive floats from ``array[index]`` on, in the lanes whose bits are set, lowest first; 0 in the others."""
+
+    def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        pointer = _pointer(context, builder, signature.args[0], *arguments[:2])
+        mask_type = ir.VectorType(ir.IntType(1), LANES)
+        mask = builder.bitcast(builder.trunc(arguments[2], ir.IntType(LANES)), mask_type)
+        kind = ir.FunctionType(FLOATS, [FLOAT.as_pointer(), mask_type, FLOATS])
+        expand = cgutils.get_or_insert_function(builder.module, kind, f"llvm.masked.expandload.v{LANES}f32")
+        return builder.call(expand, [pointer, mask, _constant(FLOATS, 0.0)])
+
+    return VECTOR(array, types.int64, types.int64), emit
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def count_bits(typing: Any, bits: Any) -> Any:
+    """How many are set."""
+    return types.int64(types.int64), lambda context, builder, signature, arguments: builder.ctpop(
+        arguments[0]
+    )
+
+
+@intrinsic  # type: ignore[untyped-decorator]
 def splat(typing: Any, scalar: Any) -> Any:
     """A Vector of LANES times ``scalar``."""
     return VECTOR(types.float32), lambda context, builder, signature, arguments: _spread(

@@ -30,7 +30,7 @@ BLOCK, TAIL = 64, 4
     [
         (3, r'\["kv"\]=3 is not allowed; allowed: an object with a method'),
         ({}, r'\["kv"\]=\{\} is not allowed'),
-        ({"method": "kiwi"}, r"unknown method 'kiwi'; known: kivi\. Did you mean 'kivi'\?"),
+        ({"method": "kiwi"}, r"unknown method 'kiwi'; known: kivi, mustafar\. Did you mean 'kivi'\?"),
         ({"method": 4}, r"unknown method 4"),
         ({**KIVI, "bits": 3}, r"method 'kivi': bits=3 is not allowed; allowed"),
         (

@@ -12,6 +12,7 @@ import torch
 
 from vllm_ext.codecs.base import KVCodec
 from vllm_ext.codecs.kivi import Kivi, KiviOptions
+from vllm_ext.codecs.mustafar import Mustafar, MustafarOptions
 from vllm_ext.kernels.backends import Backend
 from vllm_ext.kernels.encoded_attention import EncodedRows, encoded_attention
 
@@ -20,6 +21,8 @@ CODECS: dict[str, KVCodec] = {
     "kivi 4": Kivi(KiviOptions(), 64, HEAD_SIZE),
     "kivi 4 small groups": Kivi(KiviOptions(group_size=32), 128, HEAD_SIZE),
     "kivi 2": Kivi(KiviOptions(bits=2), 64, HEAD_SIZE),
+    "mustafar 50": Mustafar(MustafarOptions(), 64, HEAD_SIZE),
+    "mustafar 70": Mustafar(MustafarOptions(sparsity=0.7), 128, HEAD_SIZE),
 }
 
 

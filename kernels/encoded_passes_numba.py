@@ -24,7 +24,7 @@ CHUNK = 256  # tokens between two steps of the online softmax, rounded up to who
 
 @numba.njit(error_model="numpy")  # type: ignore[untyped-decorator]
 def write(pointer: Any, dtype: Any, encode_block: Any) -> None:
-    """The first pass. ``pointer`` is to `encoded_attention_numba`'s arguments, ``dtype`` as in `tree_attention_numba`."""
+    """The first pass, over arguments of `encoded_attention_numba`; ``dtype`` as in `tree_attention_numba`."""
     args = numba.carray(pointer, 1)[0]
     head_size, block_size, heads = args.head_size, args.block_size, args.num_kv_heads
     requests = args.num_requests

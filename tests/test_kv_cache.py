@@ -19,7 +19,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 from vllm.v1.request import Request
 
-from vllm_ext import kv_cache, rules, v1_kv_cache
+from vllm_ext import config, kv_cache, rules, v1_kv_cache
 
 KIVI = {"method": "kivi"}
 BLOCK, TAIL = 64, 4
@@ -46,11 +46,11 @@ def test_what_is_wrong_is_named(given: Any, says: str) -> None:
 
 def test_what_travels() -> None:
     settings = kv_cache.parse({**KIVI, "bits": 2})
-    config = SimpleNamespace(additional_config={"vllm_ext": {"kv": settings.to_additional_config()}})
-    assert kv_cache.from_config(config) == settings
+    carrier = SimpleNamespace(additional_config={"vllm_ext": {"kv": settings.to_additional_config()}})
+    assert kv_cache.from_config(carrier) == settings
     assert str(settings) == "kivi (bits=2, group_size=64)"
     assert kv_cache.from_config(SimpleNamespace(additional_config={})) is None
-    assert rules.from_config(config) is None
+    assert rules.from_config(carrier) is None
 
 
 def engine_args(**values: Any) -> SimpleNamespace:
@@ -75,11 +75,14 @@ def engine_args(**values: Any) -> SimpleNamespace:
     ],
 )
 def test_options_that_do_not_go_with_it(option: str, value: Any, says: str) -> None:
-    kv_cache.check_engine_args(engine_args(), companion=False)
+    kv_cache.check_engine_args(engine_args(), False, None)
     with pytest.raises(ValueError, match=f"does not work with {says}"):
-        kv_cache.check_engine_args(engine_args(**{option: value}), companion=False)
+        kv_cache.check_engine_args(engine_args(**{option: value}), False, None)
+    own = config.parse({"method": "dyspec", "model": "self", "num_speculative_tokens": 4})
+    with pytest.raises(ValueError, match="what drafts with a model"):
+        kv_cache.check_engine_args(engine_args(), False, own)
     with pytest.raises(ValueError, match="a sampling rule with a second model"):
-        kv_cache.check_engine_args(engine_args(), companion=True)
+        kv_cache.check_engine_args(engine_args(), True, None)
 
 
 def model_config(**values: Any) -> SimpleNamespace:
@@ -94,11 +97,12 @@ def vllm_config(block_size: int = BLOCK, **model: Any) -> SimpleNamespace:
         cache_config=SimpleNamespace(block_size=block_size),
         parallel_config=SimpleNamespace(decode_context_parallel_size=1),
         additional_config={"vllm_ext": {"kv": KIVI}},
+        num_speculative_tokens=0,
     )
 
 
 @pytest.mark.parametrize(
-    ("config", "says"),
+    ("given", "says"),
     [
         (vllm_config(use_mla=True), r"a model with latent attention \(MLA\): 'm'"),
         (vllm_config(is_encoder_decoder=True), "an encoder-decoder model"),
@@ -109,10 +113,10 @@ def vllm_config(block_size: int = BLOCK, **model: Any) -> SimpleNamespace:
         (vllm_config(32), "group_size=64 does not divide the block size 32.*--block-size"),
     ],
 )
-def test_models_that_do_not_go_with_it(config: Any, says: str) -> None:
+def test_models_that_do_not_go_with_it(given: Any, says: str) -> None:
     kv_cache.check_vllm_config(vllm_config(), kv_cache.parse(KIVI))
     with pytest.raises(ValueError, match=says):
-        kv_cache.check_vllm_config(config, kv_cache.parse(KIVI))
+        kv_cache.check_vllm_config(given, kv_cache.parse(KIVI))
 
 
 def stock_spec(**values: Any) -> Any:
@@ -121,16 +125,16 @@ def stock_spec(**values: Any) -> Any:
 
 
 def test_blocks_are_smaller_and_requests_have_some_more() -> None:
-    stock, config = stock_spec(), vllm_config()
-    specs = v1_kv_cache.encoded_specs(config, {"one": stock, "two": stock})
+    stock, whole = stock_spec(), vllm_config()
+    specs = v1_kv_cache.encoded_specs(whole, {"one": stock, "two": stock})
     spec = v1_kv_cache.EncodedSpec.merge(list(specs.values()))
     assert spec == specs["one"]
     assert stock.page_size_bytes / spec.page_size_bytes == 256 / 72
     assert spec.tail_blocks == TAIL
-    assert spec.max_num_blocks_per_req(config, 1000) == 16 + TAIL
-    assert spec.max_memory_usage_bytes(config) == (16 + TAIL) * spec.page_size_bytes
+    assert spec.max_num_blocks_per_req(whole, 1000) == 16 + TAIL
+    assert spec.max_memory_usage_bytes(whole) == (16 + TAIL) * spec.page_size_bytes
     with pytest.raises(ValueError, match="layer one has FullAttentionSpec"):
-        v1_kv_cache.encoded_specs(config, {"one": stock_spec(sliding_window=128)})
+        v1_kv_cache.encoded_specs(whole, {"one": stock_spec(sliding_window=128)})
     assert KVCacheSpecRegistry.get_manager_class(spec) is v1_kv_cache.EncodedManager
     assert KVCacheSpecRegistry.get_manager_class(stock) is not v1_kv_cache.EncodedManager
 

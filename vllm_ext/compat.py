@@ -162,6 +162,36 @@ HOOKS = (
         "writes the accepted path's KV",
     ),
     Hook(
+        "vllm.v1.core.single_type_kv_cache_manager",
+        "FullAttentionManager.get_num_blocks_to_allocate",
+        ("self", "request_id", "num_tokens"),
+        "gives requests room for the block that is not encoded yet",
+    ),
+    Hook(
+        "vllm.v1.core.single_type_kv_cache_manager",
+        "FullAttentionManager.allocate_new_blocks",
+        ("self", "request_id", "num_tokens"),
+        "gives requests room for the block that is not encoded yet",
+    ),
+    Hook(
+        "vllm.v1.kv_cache_interface",
+        "FullAttentionSpec.max_num_blocks_per_req",
+        ("self", "vllm_config", "max_len"),
+        "tells how many blocks a request may have",
+    ),
+    Hook(
+        "vllm.v1.kv_cache_spec_registry",
+        "KVCacheSpecRegistry._ensure_registered",
+        None,
+        "adds encoded blocks to the kinds that vLLM has",
+    ),
+    Hook(
+        "vllm.v1.kv_cache_spec_registry",
+        "register_kv_cache_spec",
+        ("manager_class", "uniform_type_base_spec"),
+        "adds encoded blocks to the kinds that vLLM has",
+    ),
+    Hook(
         "vllm.v1.sample.rejection_sampler",
         "RejectionSampler.forward",
         ("self", "metadata", "draft_probs", "logits", "sampling_metadata"),

@@ -16,6 +16,7 @@ from pydantic import ValidationError
 from vllm_ext import config
 from vllm_ext.codecs.base import CodecOptions, KVCodec
 from vllm_ext.codecs.registry import load_codec
+from vllm_ext.proposers.draft_model import PassOptions
 
 FIELD = f'additional_config["{config.ADDITIONAL_CONFIG_KEY}"]["{config.KV}"]'
 BLOCK_SIZE = (
@@ -78,12 +79,13 @@ def from_config(carrier: Any) -> KVSettings | None:
     return None if stored is None else parse(stored)
 
 
-def check_engine_args(args: Any, companion: bool) -> None:
+def check_engine_args(args: Any, companion: bool, settings: config.Settings | None) -> None:
     """Refuse options that an encoded cache does not work with, before vLLM looks at the model.
 
     Args:
         args: vLLM's EngineArgs.
         companion: whether a sampling rule reads a second model.
+        settings: the method of ours that drafts, if one does.
 
     Raises:
         ValueError: naming the option, its value and the way out.
@@ -99,9 +101,15 @@ def check_engine_args(args: Any, companion: bool) -> None:
             "there are kernels for CPUs alone",
         ),
         (
-            bool(args.speculative_config),
+            bool(args.speculative_config) and settings is None,
             f"speculative_config.method={method!r}",
-            "drafts are not read against encoded blocks yet; leave one of them out",
+            "vLLM's own drafts may go over the end of a block. Use one of vllm-ext's, token_recycling say",
+        ),
+        (
+            settings is not None and isinstance(settings.options, PassOptions),
+            f"speculative_config.method={method!r}",
+            "what drafts with a model, or with the target's layers, does not read an encoded cache. Use another, "
+            "token_recycling say",
         ),
         (
             companion,

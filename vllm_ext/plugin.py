@@ -90,16 +90,16 @@ def _create_engine_config(original: Any, engine_args: Any, *args: Any, **kwargs:
         compat.check_rules_classes(engine_args, ruled)
         rewritten["logits_processors"] = [*(engine_args.logits_processors or ()), v1_rules.name_of(ruled)]
         rewritten |= _for_rules(engine_args, ruled)
-    kv = kv_cache.from_config(engine_args)
-    if kv is not None:
-        kv_cache.check_engine_args(engine_args, companion=ruled is not None and ruled.companion is not None)
-        rewritten.setdefault("worker_cls", KV_WORKER_CLASS)
-        if engine_args.block_size is None:
-            rewritten["block_size"] = kv_cache.BLOCK_SIZE
     settings = None
     if speculates:
         settings = _settings(engine_args)
         rewritten |= _as_custom_class(engine_args, settings, ruled)
+    kv = kv_cache.from_config(engine_args)
+    if kv is not None:
+        kv_cache.check_engine_args(engine_args, ruled is not None and ruled.companion is not None, settings)
+        rewritten.setdefault("worker_cls", KV_WORKER_CLASS)
+        if engine_args.block_size is None:
+            rewritten["block_size"] = kv_cache.BLOCK_SIZE
     # The caller's EngineArgs keep what the user wrote, so that a second call sees the same.
     saved = {name: getattr(engine_args, name) for name in rewritten}
     for name, value in rewritten.items():

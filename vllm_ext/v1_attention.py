@@ -134,6 +134,8 @@ def warm_up(layer: Any) -> None:
 def layer_problem(layer: Any) -> str | None:
     """Why a layer cannot attend over trees, or None."""
     impl = getattr(layer, "impl", None)
+    if hasattr(impl, "codec"):
+        return None  # `v1_kv_cache` has refused what it cannot do
     if not isinstance(impl, TreeAttention):
         return f"{type(impl or layer).__name__} has no tree attention (on CUDA, --attention-backend TRITON_ATTN has)"
     features: dict[str, Any] = {

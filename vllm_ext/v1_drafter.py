@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from vllm.logger import init_logger
 
-from vllm_ext import config, metrics, request_facts, rules
+from vllm_ext import config, kv_cache, metrics, request_facts, rules
 from vllm_ext.draft_export import TOP_K, Export
 from vllm_ext.grammars import Grammar, Grammars, Masks, in_worker
 from vllm_ext.kernels.top_k import top_k_ids
@@ -46,6 +46,8 @@ class Drafter:
         self._vocab_size: int = vllm_config.model_config.get_vocab_size()
         self._dtype = vllm_config.model_config.dtype
         self._max_model_len: int = vllm_config.model_config.max_model_len
+        encoded = kv_cache.from_config(vllm_config) is not None
+        self._encoded_block: int | None = vllm_config.cache_config.block_size if encoded else None
         self.proposer = settings.proposer_class.from_options(settings.options, self._vocab_size)
         self.model_drafts: ModelDrafts | None = None
         if isinstance(self.proposer, DraftModelProposer):
@@ -410,6 +412,9 @@ class Drafter:
                 left = 0
             if params.max_tokens is not None:
                 left = min(left, params.max_tokens - len(state.output_token_ids))
+            if self._encoded_block is not None:
+                # Drafts end before the last place of a block, which is encoded when a settled token takes it.
+                left = min(left, self._encoded_block - 1 - (num_tokens - 1) % self._encoded_block)
             started = request_id in self._sampling
             if not started:
                 self._sampling[request_id] = request_facts.sampling_of(params)

@@ -8,6 +8,7 @@ paid for out of the same memory, and vLLM's own admission and preemption know of
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -21,7 +22,8 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry, register_kv_cache_spec
 
 from vllm_ext import kv_cache
-from vllm_ext.kernels.encoded_attention import EncodedRows, encoded_attention
+from vllm_ext.kernels.encoded_attention import encoded_attention
+from vllm_ext.v1_encoded_rows import EncodedMetadata, raw_mover
 
 
 class EncodedManager(FullAttentionManager):  # type: ignore[misc]  # vLLM is untyped to us
@@ -78,6 +80,7 @@ def encoded_specs(vllm_config: Any, specs: dict[str, Any]) -> dict[str, Any]:
     """
     settings = kv_cache.from_config(vllm_config)
     assert settings is not None
+    num_drafts = vllm_config.num_speculative_tokens
     found = {}
     for name, spec in specs.items():
         if type(spec) is not FullAttentionSpec or spec.sliding_window is not None or spec.non_causal:
@@ -91,17 +94,10 @@ def encoded_specs(vllm_config: Any, specs: dict[str, Any]) -> dict[str, Any]:
         values |= {
             "dtype": torch.uint8,
             "state_content_bytes": codec.bytes_per_token,
-            "tail_blocks": codec.tail_blocks(element_size, spec.block_size),
+            "tail_blocks": codec.tail_blocks(element_size, spec.block_size + num_drafts),
         }
         found[name] = EncodedSpec(**values)
     return found
-
-
-class EncodedMetadata:
-    """Of a step."""
-
-    def __init__(self, rows: EncodedRows, num_actual_tokens: int) -> None:
-        self.rows, self.num_actual_tokens = rows, num_actual_tokens
 
 
 class EncodedMetadataBuilder(AttentionMetadataBuilder):  # type: ignore[misc]
@@ -115,24 +111,22 @@ class EncodedMetadataBuilder(AttentionMetadataBuilder):  # type: ignore[misc]
     ) -> EncodedMetadata:
         """vLLM's."""
         common = common_attn_metadata
-        num_requests, num_tokens = common.num_reqs, common.num_actual_tokens
-        start = common.query_start_loc[: num_requests + 1]
-        num_rows = start.diff()
-        # Each row's parent is the one before it.
-        parents = torch.arange(-1, num_tokens - 1, dtype=torch.int32) - start[:-1].repeat_interleave(num_rows)
-        rows = EncodedRows(
-            block_table=common.block_table_tensor[:num_requests],
-            first_row=start[:-1].contiguous(),
-            num_rows=num_rows,
-            num_settled=num_rows,
-            context_len=common.seq_lens[:num_requests] - num_rows,
-            parents=parents.to(torch.int32),
+        num_requests = common.num_reqs
+        settings = kv_cache.from_config(self.vllm_config)
+        assert settings is not None
+        return EncodedMetadata(
+            common.query_start_loc[: num_requests + 1],
+            common.seq_lens[:num_requests],
+            common.block_table_tensor[:num_requests],
+            settings.codec(self.kv_cache_spec.block_size, self.kv_cache_spec.head_size),
+            self.vllm_config.model_config.dtype,
         )
-        return EncodedMetadata(rows, num_tokens)
 
 
 class EncodedCPUAttentionImpl(CPUAttentionBackendImpl):  # type: ignore[misc]
     """Writes and reads in one call."""
+
+    takes_decoding = False  # see `v1_attention.TreeAttention`: rows of drafts are marked in the metadata
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -150,6 +144,7 @@ class EncodedCPUAttentionImpl(CPUAttentionBackendImpl):  # type: ignore[misc]
         settings = kv_cache.from_config(vllm_config)
         assert settings is not None
         self.codec = settings.codec(vllm_config.cache_config.block_size, self.head_size)
+        self.raw_dtype = vllm_config.model_config.dtype
 
     def forward(
         self,
@@ -178,6 +173,11 @@ class EncodedCPUAttentionImpl(CPUAttentionBackendImpl):  # type: ignore[misc]
             self.scale,
         )
         return output
+
+    @classmethod
+    def kv_mover(cls, layers: Sequence[Any]) -> Callable[[torch.Tensor, torch.Tensor], None]:
+        """See `v1_attention.TreeAttention.kv_mover`; slots are those of `EncodedMetadata.raw_slots`."""
+        return raw_mover([layer.kv_cache for layer in layers], layers[0].impl.codec, layers[0].impl.raw_dtype)
 
 
 class EncodedCPUAttentionBackend(CPUAttentionBackend):  # type: ignore[misc]

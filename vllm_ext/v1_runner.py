@@ -33,6 +33,7 @@ from vllm_ext.proposers.step_cost import StepCost
 from vllm_ext.proposers.tree import Int32
 from vllm_ext.v1_beside import RuledRunner
 from vllm_ext.v1_drafter import Drafter
+from vllm_ext.v1_encoded_rows import EncodedMetadata
 from vllm_ext.v1_sampler import TreeSampler
 from vllm_ext.v1_trees import StepTrees
 
@@ -52,6 +53,7 @@ class SpeculativeRunner(RuledRunner):
 
     # Ours, between the methods of one step.
     step_trees: StepTrees | None = None
+    step_encoded: EncodedMetadata | None = None  # of a step over an encoded KV cache
     step_common: Any = None  # vLLM's metadata of the step, of no group in particular
     greedy_choice: Int32 | None = None  # [num_rows] argmax of each row, while no mask is in the logits
     step_started: float = 0.0
@@ -72,7 +74,8 @@ class SpeculativeRunner(RuledRunner):
             )
         else:
             for layer in self._attention_layers()[:1]:
-                v1_attention.warm_up(layer)
+                if isinstance(layer.impl, v1_attention.TreeAttention):
+                    v1_attention.warm_up(layer)
             self.kv_movers = list(self._make_kv_movers())
         return result
 
@@ -179,7 +182,18 @@ class SpeculativeRunner(RuledRunner):
         metadata, common = super()._build_attention_metadata(*args, **kwargs)  # type: ignore[misc]
         self.step_common = common
         trees = self.step_trees
-        if trees is not None and isinstance(metadata, dict) and self.drafter.chain_reason is None:
+        self.step_encoded = None
+        if trees is not None and isinstance(metadata, dict):
+            for of_group in metadata.values():
+                if isinstance(of_group, EncodedMetadata) and of_group is not self.step_encoded:
+                    of_group.mark(trees)
+                    self.step_encoded = of_group
+        if (
+            trees is not None
+            and isinstance(metadata, dict)
+            and self.drafter.chain_reason is None
+            and self.step_encoded is None
+        ):
             runner: Any = self
             for groups in runner.attn_groups:
                 for group in groups:
@@ -277,7 +291,7 @@ class SpeculativeRunner(RuledRunner):
         if trees is not None and trees.branching:
             source, target = trees.moves()
             if len(source):
-                self._move_kv(_to(source, self.device), _to(target, self.device))
+                self._move_kv(source, target)
         return result
 
     def _row_start(self) -> list[int]:
@@ -286,11 +300,14 @@ class SpeculativeRunner(RuledRunner):
         starts: list[int] = self.step_trees.row_start.tolist()
         return starts
 
-    def _move_kv(self, source: torch.Tensor, target: torch.Tensor) -> None:
+    def _move_kv(self, source: Int32, target: Int32) -> None:
         """Copy KV between the slots of two lists of query rows."""
         for group_id, move in self.kv_movers:
-            slots = self.input_batch.block_table[group_id].slot_mapping.gpu
-            move(slots[source], slots[target])
+            if self.step_encoded is not None:
+                move(self.step_encoded.raw_slots(source), self.step_encoded.raw_slots(target))
+            else:
+                slots = self.input_batch.block_table[group_id].slot_mapping.gpu
+                move(slots[_to(source, self.device)], slots[_to(target, self.device)])
 
     def _make_kv_movers(self) -> Iterator[tuple[int, Callable[[torch.Tensor, torch.Tensor], None]]]:
         """For each group of layers with caches of their own its KV group and what copies in it."""

@@ -17,20 +17,26 @@ KV: dict[str, Any] = {"method": "kivi"}
 NUM_PROMPTS = 6
 
 
-def encoded(slice_dir: str, kv: dict[str, Any], **options: Any) -> Iterator[Any]:
-    yield from engine(slice_dir, additional_config={"vllm_ext": {"kv": kv}}, **options)
+def encoded(slice_dir: str, method: dict[str, Any] | None = None, **options: Any) -> Iterator[Any]:
+    yield from engine(slice_dir, method, additional_config={"vllm_ext": {"kv": KV}}, **options)
 
 
 @pytest.fixture(scope="module")
 def plenty(slice_dir: str) -> Iterator[Any]:
     """With room for all, whole prompts in a step, and nothing cached."""
-    yield from encoded(slice_dir, KV, enable_prefix_caching=False, max_num_batched_tokens=4096)
+    yield from encoded(slice_dir, enable_prefix_caching=False, max_num_batched_tokens=4096)
 
 
 @pytest.fixture(scope="module")
 def scarce(slice_dir: str, plenty: Any) -> Iterator[Any]:
     """Room for little, prompts in small parts, cached prefixes. The engine made last is the one with metrics."""
-    yield from encoded(slice_dir, KV, max_num_batched_tokens=48, num_gpu_blocks_override=27)
+    yield from encoded(slice_dir, max_num_batched_tokens=48, num_gpu_blocks_override=27)
+
+
+@pytest.fixture(scope="module")
+def drafting(slice_dir: str, tested_method: dict[str, Any], plenty: Any) -> Iterator[Any]:
+    """The same, with trees."""
+    yield from encoded(slice_dir, tested_method, max_num_batched_tokens=64, num_gpu_blocks_override=28)
 
 
 # Greedy: vLLM on a CPU fails on seeded requests whose prompt comes in parts.
@@ -102,3 +108,18 @@ def test_aborted_requests_leave_nothing(scarce: Any) -> None:
     asked = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
     (output,) = scarce.generate([{"prompt_token_ids": longest}], asked, use_tqdm=False)
     assert len(output.outputs[0].token_ids) == 10
+
+
+def test_trees_change_nothing(plenty: Any, drafting: Any) -> None:
+    """Greedy and seeded, also where a request is preempted and begins anew; and drafts are accepted."""
+    prompts = long_and_short_prompts(plenty, NUM_PROMPTS)
+    for sampling in ({"temperature": 0}, {"temperature": 0.9, "seed": 3}):
+        asked = [SamplingParams(max_tokens=200, ignore_eos=True, **sampling)] * NUM_PROMPTS
+        expected = generate(plenty, prompts, asked)
+        before = preemptions(drafting)
+        for _ in range(2):
+            assert_same_outputs(expected, generate(drafting, prompts, asked))
+        assert preemptions(drafting) > before
+    (counters,) = drafting.collective_rpc("vllm_ext_counters")
+    assert counters["spec_accepted_tokens"] > 0.1 * counters["spec_steps"]
+    assert counters["fallbacks:proposer_error"] == 0

@@ -2,11 +2,13 @@
 """Structured output with trees beside vLLM's own: the same tokens, in how many steps, and whether they are valid.
 
     .venv/bin/python scripts/bench_schemas.py SCHEMAS.jsonl --json schemas.json [--each 4] [--max-tokens 256] \
-        [--methods '["plain", {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4}, "hybrid"]']
+        [--methods '["plain", {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4}, "hybrid"]'] \
+        [--strict]
 
 A line of the file is one of JSONSchemaBench's: ``category``, ``schema`` and ``tests``. Each method has an engine of its
 own, one after the other; answers are greedy, and the first method's are what the others are compared with. Tokens per
-step depend on no clock: budgets are fixed. There is one grammar backend: what that refuses is counted.
+step depend on no clock: budgets are fixed. There is one grammar backend: what that refuses is counted, and with
+--strict what is refused because it would be enforced only in part, by category and by what of a schema it is.
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vllm_ext import demo_model
+from vllm_ext import demo_model, structured_outputs
+from vllm_ext.samplers.strict_schema import first_problem
 
 SHOWN = 1200  # characters of a schema that the prompt has
 QUESTION = "Answer with one JSON value that this JSON schema describes, and with nothing else.\n\n{}"
@@ -33,6 +36,7 @@ class Answer:
     text: str
     finished: bool  # and not cut off
     refused: str  # why; empty where it was not
+    is_strict: bool = False  # it was refused for what it would not enforce
 
 
 def method_of(given: str | dict[str, Any]) -> dict[str, Any] | None:
@@ -61,6 +65,7 @@ def answers_of(
         max_num_seqs=arguments.batch_size,
         disable_log_stats=False,
         structured_outputs_config={"backend": arguments.backend},
+        additional_config={"vllm_ext": {"structured_outputs": {"strict": True}}} if arguments.strict else {},
         kv_cache_memory_bytes=1 << 29,
     )
     tokenizer, engine = llm.get_tokenizer(), llm.llm_engine
@@ -91,7 +96,9 @@ def answers_of(
     result = []
     for number in range(len(entries)):
         if number in refused:
-            result.append(Answer((), "", False, refused[number]))
+            result.append(
+                Answer((), "", False, refused[number], structured_outputs.IN_PART in refused[number])
+            )
             continue
         completion = done[number].outputs[0]
         failed = "" if completion.finish_reason in ("stop", "length") else str(completion.finish_reason)
@@ -119,11 +126,17 @@ def summary(
 ) -> dict[str, Any]:
     """Figures of one method, the numbers of schemas by category among them."""
     categories: dict[str, Counter[str]] = defaultdict(Counter)
+    keywords: Counter[str] = Counter()
     invalid, different = [], []
     for entry, answer, plain in zip(entries, answers, expected, strict=True):
         count = categories[entry["category"]]
         count["schemas"] += 1
-        count["refused"] += bool(answer.refused)
+        count["refused"] += bool(answer.refused) and not answer.is_strict
+        if answer.is_strict:
+            count["refused by strict"] += 1
+            problem = first_problem(entry["schema"])
+            assert problem is not None
+            keywords[problem.keyword] += 1
         count["finished"] += answer.finished
         if answer.finished and not is_valid(answer.text, entry["schema"]):
             count["invalid"] += 1
@@ -138,6 +151,7 @@ def summary(
         "invalid": invalid,
         "different": different,
         "categories": categories,
+        "strict": dict(keywords.most_common()),
         **counts,
     }
 
@@ -159,6 +173,7 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--backend", default="xgrammar")
+    parser.add_argument("--strict", action="store_true", help="refuse schemas that are enforced only in part")
     arguments = parser.parse_args()
     model = str(demo_model.ensure_model())
     taken: Counter[str] = Counter()
@@ -170,8 +185,10 @@ def main() -> None:
             entries.append(entry)
     found: list[dict[str, Any]] = []
     expected: list[Answer] = []
-    print("| method | tokens/step | tokens | other answers | refused | finished | of them invalid |")
-    print("| --- | ---: | ---: | ---: | ---: | ---: | ---: |", flush=True)
+    print(
+        "| method | tokens/step | tokens | other answers | refused | by strict | finished | of them invalid |"
+    )
+    print("| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |", flush=True)
     for given in arguments.methods:
         answers, counts = answers_of(model, method_of(given), entries, arguments)
         expected = expected or answers
@@ -182,13 +199,22 @@ def main() -> None:
         sums: Counter[str] = sum(figures["categories"].values(), Counter())
         print(
             f"| {given if isinstance(given, str) else given['method']} | {figures['tokens_per_step']:.3f} "
-            f"| {figures['tokens']} | {len(figures['different'])} | {sums['refused']} | {sums['finished']} "
-            f"| {len(figures['invalid'])} |",
+            f"| {figures['tokens']} | {len(figures['different'])} | {sums['refused']} | {sums['refused by strict']} "
+            f"| {sums['finished']} | {len(figures['invalid'])} |",
             flush=True,
         )
         arguments.json.write_text(
             json.dumps({"arguments": vars(arguments), "methods": found}, default=str, indent=1)
         )
+    if arguments.strict:
+        first = found[0]
+        print(
+            "\n| category | schemas | refused | by strict | finished |\n| --- | ---: | ---: | ---: | ---: |"
+        )
+        for name, count in first["categories"].items():
+            columns = ("schemas", "refused", "refused by strict", "finished")
+            print(f"| {name} | {' | '.join(str(count[column]) for column in columns)} |")
+        print("By strict:", ", ".join(f"{keyword} {count}" for keyword, count in first["strict"].items()))
 
 
 if __name__ == "__main__":

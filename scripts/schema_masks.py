@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Masks of the worker's grammars beside their matchers, over the instances of JSONSchemaBench; no model runs.
 
-    .venv/bin/python scripts/schema_masks.py SCHEMAS.jsonl --json masks.json
+    .venv/bin/python scripts/schema_masks.py SCHEMAS.jsonl --json masks.json [--strict]
 
-Each instance is written in two ways, with spaces and without, and goes through its schema's grammar token by token: at
-every prefix the mask must allow the next token exactly if the matcher takes it. The table counts, by category, schemas
-that vLLM's xgrammar backend refuses, and instances it takes and ought to (or not).
+Each instance is written in two ways, with spaces and without, and goes through its schema's grammar token by token:
+at every prefix the mask must allow the next token exactly if the matcher takes it. The table counts, by category,
+schemas that vLLM's xgrammar backend refuses, and instances it takes and ought to (or not). With --strict schemas are
+left out that a strict server refuses: then no invalid instance may be taken.
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ from typing import Any
 
 from vllm_ext import demo_model
 from vllm_ext.grammars import Grammar
+from vllm_ext.samplers.strict_schema import first_problem
 
-COLUMNS = ("schemas", "refused", "valid", "valid, taken", "invalid", "invalid, taken")
+COLUMNS = ("schemas", "refused", "by strict", "valid", "valid, taken", "invalid", "invalid, taken")
 
 
 def takes(grammar: Grammar, tokens: list[int], bitmask: Any) -> bool:
@@ -51,6 +53,9 @@ def main() -> None:
     )
     parser.add_argument("schemas", type=Path)
     parser.add_argument("--json", type=Path, required=True)
+    parser.add_argument(
+        "--strict", action="store_true", help="leave out schemas that are enforced only in part"
+    )
     arguments = parser.parse_args()
 
     from vllm import SamplingParams
@@ -66,6 +71,7 @@ def main() -> None:
     backend = XgrammarBackend(config, tokenizer=tokenizer, vocab_size=config.model_config.get_vocab_size())
     bitmask = backend.allocate_token_bitmask(1)
     counts: dict[str, Counter[str]] = defaultdict(Counter)
+    keywords: Counter[str] = Counter()
     prefixes, seconds = 0, []
     for line in arguments.schemas.read_text().splitlines():
         entry = json.loads(line)
@@ -80,6 +86,10 @@ def main() -> None:
             count["refused"] += 1
             continue
         seconds.append(time.perf_counter() - started)
+        if arguments.strict and (problem := first_problem(entry["schema"])) is not None:
+            count["by strict"] += 1
+            keywords[problem.keyword] += 1
+            continue
         for test in entry["tests"]:
             name = "valid" if test["valid"] else "invalid"
             for separators in ((", ", ": "), (",", ":")):
@@ -98,7 +108,12 @@ def main() -> None:
         f"{prefixes} tokens, masks and matchers agree at each; compiling took {seconds[len(seconds) // 2]:.3f} s "
         f"in the median, {seconds[len(seconds) * 9 // 10]:.3f} at the ninth decile, {seconds[-1]:.3f} at most"
     )
-    arguments.json.write_text(json.dumps({"categories": counts, "compile_seconds": seconds}, indent=1))
+    if arguments.strict:
+        print("By strict:", ", ".join(f"{keyword} {count}" for keyword, count in keywords.most_common()))
+        taken = sum(count["invalid, taken"] for count in counts.values())
+        assert not taken, f"{taken} invalid instances are taken of schemas that are let through"
+    found = {"categories": counts, "strict": keywords, "compile_seconds": seconds}
+    arguments.json.write_text(json.dumps(found, indent=1))
 
 
 if __name__ == "__main__":

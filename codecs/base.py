@@ -10,16 +10,38 @@ encoded, and its own as it is.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
+
+if TYPE_CHECKING:
+    from vllm_ext.codecs.selection import Choice
 
 
 class CodecOptions(BaseModel):
-    """Of a server."""
+    """Of a server: what all codecs have."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    window: int | None = Field(
+        default=None,
+        ge=1,
+        description="how many tokens before its own block a token reads, rounded up to whole blocks; those before are "
+        "forgotten, and their blocks freed. None: all",
+    )
+    sinks: int = Field(
+        default=4,
+        ge=0,
+        description="how many of the first tokens are read all the same, rounded up to whole blocks",
+    )
+
+
+def num_spans(block: int, window_blocks: int, sink_blocks: int, span_blocks: int) -> int:
+    """How many spans are one block each for a row of ``block``: those before its window, behind the sinks."""
+    if not span_blocks:
+        return 0
+    return max(block - window_blocks - sink_blocks, 0) // span_blocks
 
 
 class KVCodec(ABC):
@@ -38,6 +60,15 @@ class KVCodec(ABC):
     summary: ClassVar[str]
     paper: ClassVar[str]
     Options: ClassVar[type[CodecOptions]]
+    CACHES_PREFIXES: ClassVar[bool] = True
+    """Whether a full block stays as it is, so that another request may begin with it."""
+    ANSWERS_READ_LESS: ClassVar[bool] = False
+    """Whether tokens behind a prompt read less than those in it: see `choice`. Blocks of answers are then no part of
+    another request's prompt."""
+    RAW_VECTORS: ClassVar[int] = 2
+    """Of a token as it is: its key, its value, and maybe the mean of the queries that go with its key."""
+    BLOCK_SIZE: ClassVar[int] = 64
+    """Where the user has not said. What is not encoded yet takes the more room, and is the more, the larger it is."""
 
     def __init__(self, options: Any, block_size: int, head_size: int) -> None:
         self.options, self.block_size, self.head_size = options, block_size, head_size
@@ -49,8 +80,8 @@ class KVCodec(ABC):
 
     @property
     @abstractmethod
-    def numbers(self) -> tuple[int, int]:
-        """What the codec's kernels are told besides the sizes."""
+    def numbers(self) -> tuple[int, ...]:
+        """What the codec's kernels are told besides the sizes: up to four."""
 
     @abstractmethod
     def encode(self, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
@@ -68,9 +99,81 @@ class KVCodec(ABC):
     def decode(self, blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values that `encode`'s bytes stand for."""
 
+    def merge(self, spans: torch.Tensor) -> torch.Tensor:
+        """The one block that `span_blocks` blocks become.
+
+        Args:
+            spans: uint8 ``[..., span_blocks, bytes]``, as `encode` makes them.
+
+        Returns:
+            uint8 ``[..., bytes]``, which `decode` and `log_counts` take too.
+        """
+        raise NotImplementedError
+
+    def log_counts(self, blocks: torch.Tensor) -> torch.Tensor | None:
+        """What is added to the scores of a block's tokens, the logarithm of how many each stands for.
+
+        float32 ``[..., block_size]``; None: each stands for itself.
+        """
+        return None
+
+    @property
+    def span_blocks(self) -> int:
+        """How many blocks that lie before the window become one; 0: they are not read."""
+        return 0
+
+    @property
+    def window_blocks(self) -> int | None:
+        """How many blocks before its own a row reads; None: all."""
+        return None if self.options.window is None else -(-self.options.window // self.block_size)
+
+    @property
+    def sink_blocks(self) -> int:
+        """How many of the first blocks are read whatever the window is."""
+        return -(-int(self.options.sinks) // self.block_size)
+
+    @property
+    def watched_tokens(self) -> int:
+        """How many of a prompt's last tokens are asked what they attend to; these are never taken from the cache."""
+        return 0
+
+    def choice(self, prompt_len: int) -> Choice | None:
+        """What a request with a prompt of so many tokens reads behind it; None: what `blocks_read` says."""
+        return None
+
+    def retrieve(self, queries: torch.Tensor, blocks: torch.Tensor, scale: float) -> list[int]:
+        """The blocks that a row reads of those before its own, ascending; of codecs with a choice of RETRIEVED.
+
+        Args:
+            queries: float32 ``[num, head_size]``: of the tokens of its block so far, its own the last, the mean of the
+                queries that go with a KV head.
+            blocks: uint8 ``[blocks before its own, bytes]`` of that KV head.
+            scale: of attention's scores.
+        """
+        raise NotImplementedError
+
+    def blocks_read(self, block: int) -> list[int]:
+        """Those before the ``block`` of a row that the row reads."""
+        first = 0 if self.window_blocks is None else max(block - self.window_blocks, 0)
+        sinks = min(self.sink_blocks, first)
+        if not self.span_blocks:
+            return [*range(sinks), *range(first, block)]
+        spans = self.num_spans(block)
+        merged = [sinks + i * self.span_blocks for i in range(spans)]
+        return [*range(sinks), *merged, *range(sinks + spans * self.span_blocks, block)]
+
+    def num_spans(self, block: int) -> int:
+        """How many spans a row of ``block`` reads as one block each."""
+        return num_spans(block, self.window_blocks or 0, self.sink_blocks, self.span_blocks)
+
+    def blocks_of(self, span: int) -> range:
+        """Of a span; the first is the one that it becomes."""
+        first = self.sink_blocks + span * self.span_blocks
+        return range(first, first + self.span_blocks)
+
     def raw_tokens_per_block(self, element_size: int) -> int:
         """How many tokens as they are have room in the bytes of a block, none of them in two."""
-        return self.block_size * self.bytes_per_token // (2 * self.head_size * element_size)
+        return self.block_size * self.bytes_per_token // (self.RAW_VECTORS * self.head_size * element_size)
 
     def tail_blocks(self, element_size: int, num_tokens: int) -> int:
         """Blocks behind the one that fills up whose bytes hold its tokens as they are.

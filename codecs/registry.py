@@ -10,8 +10,15 @@ from vllm_ext.codecs.base import KVCodec
 
 # Paths, not classes: a server that uses one method imports one.
 CODECS: dict[str, str] = {
+    "actqkv": "vllm_ext.codecs.actqkv:ActQKV",
+    "chelsea": "vllm_ext.codecs.chelsea:Chelsea",
+    "critic": "vllm_ext.codecs.critic:Critic",
+    "gear": "vllm_ext.codecs.gear:Gear",
     "kivi": "vllm_ext.codecs.kivi:Kivi",
     "mustafar": "vllm_ext.codecs.mustafar:Mustafar",
+    "snapkv": "vllm_ext.codecs.snapkv:SnapKV",
+    "spherical": "vllm_ext.codecs.spherical:Spherical",
+    "streaming_llm": "vllm_ext.codecs.streaming_llm:StreamingLLM",
 }
 
 

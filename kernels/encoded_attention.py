@@ -6,7 +6,12 @@ is. What a row sees so depends on its position and the tokens before it alone: n
 rows beside it, or on whether a block was found in the cache. The tokens of the block that fills up lie, as they are,
 in the bytes of the blocks behind it in the request's table, which the tokens to come will need later.
 
+A codec may merge blocks: where `KVCodec.num_spans` says that a row reads a span as one block, it has become one, in the
+place of its first. The others are then read no more.
+
 Rows that are not settled yet, those of drafts, are of the block of the first row, whichever place they have in it.
+
+Rows may have lists of the blocks that they read, and be watched: what they attend to is then told block by block.
 """
 
 from __future__ import annotations
@@ -25,6 +30,28 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
+class Reading:
+    """Rows that read less than all before them, and rows that are watched; rows in the order of `EncodedRows.parents`.
+
+    Args:
+        lists: int32 ``[num_lists, most]``, places in the request's block table of the blocks that a row reads before
+            its own, ascending.
+        lengths: int32 ``[num_lists]``, how many each has.
+        list_of_row: int32 ``[sum(num_rows)]``, -1 for what `KVCodec.blocks_read` says, -2 for what the codec retrieves
+            for the row. Rows of one block of a request that have a list have the same one.
+        watched: int32 ``[sum(num_rows)]``, places in ``mass``, -1 for rows that are not watched.
+        mass: float32 ``[num_watched, max_blocks]``. Each call adds, by place in the block table, the weight that the
+            row gives to a block, summed over its heads.
+    """
+
+    lists: torch.Tensor
+    lengths: torch.Tensor
+    list_of_row: torch.Tensor
+    watched: torch.Tensor
+    mass: torch.Tensor
+
+
+@dataclass(frozen=True)
 class EncodedRows:
     """The rows of a step: made once, used by every layer.
 
@@ -37,6 +64,7 @@ class EncodedRows:
         context_len: int32 ``[num_requests]``, tokens before the first row.
         parents: int32 ``[sum(num_rows)]``, each row's parent as an offset inside its request, smaller than the row's
             own; -1 where there is none.
+        reading: of codecs whose rows read less, or are watched; None: there is none of either.
 
     Raises:
         ValueError: shapes, dtypes, strides or devices that do not fit. The values are not looked at.
@@ -48,10 +76,13 @@ class EncodedRows:
     num_settled: torch.Tensor
     context_len: torch.Tensor
     parents: torch.Tensor
+    reading: Reading | None = None
 
     def __post_init__(self) -> None:
         requests = self.block_table.shape[0]
         for name, tensor in vars(self).items():
+            if name == "reading":
+                continue
             good = tensor.dtype == torch.int32 and tensor.device == self.parents.device
             if name == "block_table":
                 good = good and tensor.dim() == 2 and (tensor.shape[1] == 1 or tensor.stride(1) == 1)
@@ -69,6 +100,18 @@ class EncodedRows:
     def prepared(self) -> dict[Any, dict[str, Any]]:
         """By the form of the other tensors: they were looked at, and what a backend keeps from layer to layer."""
         return {}
+
+    def parts(self, codec: KVCodec) -> list[tuple[EncodedRows, torch.Tensor | None]]:
+        """What is read one after the other, and by request the span that is merged behind each; see `encoded_spans`."""
+        if not codec.span_blocks:
+            return [(self, None)]
+        from vllm_ext.kernels import encoded_spans
+
+        found = self.prepared.setdefault(("parts", codec), {})
+        if not found:
+            found["parts"] = list(encoded_spans.cut(self, codec))
+        parts: list[tuple[EncodedRows, torch.Tensor | None]] = found["parts"]
+        return parts
 
 
 def encoded_attention(
@@ -96,33 +139,37 @@ def encoded_attention(
             rows of drafts among it, behind the block of its last settled row.
         codec: of the pages.
         scale: factor of the scores.
-        backend: "auto" takes numba on the CPU and torch elsewhere.
+        backend: "auto" takes numba on the CPU and torch elsewhere; "triton" has rows that decode over codec kivi.
 
     Raises:
         ValueError: shapes, dtypes or strides that do not fit, or a codec without a form for the backend.
     """
     tensors = (query, key, value, pages, output)
     kind = codec, *[(tensor.dtype, tensor.shape, tensor.stride()) for tensor in tensors]
-    prepared = rows.prepared.get(kind)
-    if prepared is None:
+    if kind not in rows.prepared:
         _validate(query, key, value, pages, output, codec)
-        prepared = rows.prepared[kind] = {}
+        rows.prepared[kind] = {}
     if backend == "auto" and query.device.type != "cpu":
         backend = "torch"
     # Imported here: a backend that is not used may be missing, and costs nothing.
     match backends.choose(backend, query):
         case "numba":
-            from vllm_ext.kernels.encoded_attention_numba import encoded_attention_numba
-
-            encoded_attention_numba(query, key, value, pages, output, rows, codec, scale, prepared)
+            from vllm_ext.kernels.encoded_attention_numba import encoded_attention_numba as attend
+            from vllm_ext.kernels.merge_spans_numba import merge_spans_numba as merge_spans
         case "torch":
-            from vllm_ext.kernels.encoded_attention_ref import encoded_attention_ref
-
-            encoded_attention_ref(query, key, value, pages, output, rows, codec, scale)
+            from vllm_ext.kernels.encoded_attention_ref import encoded_attention_ref as attend
+            from vllm_ext.kernels.encoded_attention_ref import merge_spans_ref as merge_spans
+        case "triton":
+            from vllm_ext.kernels.encoded_attention_ref import merge_spans_ref as merge_spans
+            from vllm_ext.kernels.encoded_attention_triton import encoded_attention_triton as attend
         case other:
             raise ValueError(
-                f"backend={other!r}: encoded_attention has 'numba' and 'torch'; use backend='auto'"
+                f"backend={other!r}: encoded_attention has 'numba', 'torch' and 'triton'; use backend='auto'"
             )
+    for part, due in rows.parts(codec):
+        attend(query, key, value, pages, output, part, codec, scale, part.prepared.setdefault(kind, {}))
+        if due is not None:
+            merge_spans(pages, part, due, codec)
 
 
 def _validate(

@@ -17,14 +17,17 @@ import torch
 from numba import types
 
 from vllm_ext.codecs.base import KVCodec
-from vllm_ext.kernels import backends, kivi_numba, mustafar_numba
+from vllm_ext.kernels import backends
 from vllm_ext.kernels.attention_parts_numba import LOG2_E, run_in_threads
+from vllm_ext.kernels.block_forms_numba import Form, form_of
 from vllm_ext.kernels.encoded_attention import EncodedRows
 from vllm_ext.kernels.encoded_passes_numba import attend, write
 from vllm_ext.kernels.numba_vectors import LANES
 
 WIDE_ROWS = 96  # rows of a task: their scores of a chunk stay in the second-level cache
 WIDE_ROWS_THREADED = 24  # smaller, so that one request's few KV heads keep several threads busy
+
+NUMBERS = tuple(f"number_{i}" for i in range(4))  # those of `KVCodec.numbers`
 
 
 class _Arguments(ctypes.Structure):
@@ -41,8 +44,10 @@ class _Arguments(ctypes.Structure):
             *("pages", "page_block_stride", "page_head_stride"),
             *("tiles", "tile_width", "first_tile"),
             *("group", "num_kv_heads", "head_size", "block_size"),
-            *("element_size", "tail_tokens", "number_0", "number_1"),
+            *("element_size", "tail_tokens", "raw_vectors", *NUMBERS),
+            *("window_blocks", "sink_blocks", "span_blocks"),
             *("block_table", "max_blocks", "first_row", "num_rows", "num_settled", "context_len", "parents"),
+            *("reads", "lists", "list_stride", "lengths", "list_of_row", "watched", "mass", "mass_stride"),
             "num_requests",
             "wide_rows",
         )
@@ -71,11 +76,12 @@ def encoded_attention_numba(
     """
     if not prepared:
         threads = torch.get_num_threads()
-        passes = _compiled(codec.name, query.dtype)
+        passes = _compiled(form_of(codec.name), query.dtype)
         prepared.update(passes=passes, threads=threads)
         prepared["arguments"], prepared["kept"] = _arguments(
             query, key, value, pages, output, rows, codec, threads
         )
+        prepared["mass"] = _watch(prepared["arguments"], rows, query.shape[1])
     arguments, threads = prepared["arguments"], prepared["threads"]
     arguments.query, arguments.output = query.data_ptr(), output.data_ptr()
     arguments.key, arguments.value = key.data_ptr(), value.data_ptr()
@@ -84,6 +90,23 @@ def encoded_attention_numba(
     for run in prepared["passes"]:
         arguments.next_task = 0
         run_in_threads(run, arguments, threads)
+    if rows.reading is not None and prepared["mass"] is not None:
+        rows.reading.mass.add_(prepared["mass"].sum(1))
+
+
+def _watch(arguments: _Arguments, rows: EncodedRows, num_heads: int) -> torch.Tensor | None:
+    """Tell the second pass what rows read; float32 ``[num_watched, num_heads, max_blocks]`` for it to write."""
+    reading = rows.reading
+    if reading is None:
+        return None
+    for name in ("lists", "lengths", "list_of_row", "watched"):
+        setattr(arguments, name, getattr(reading, name).data_ptr())
+    arguments.reads, arguments.list_stride = 1, reading.lists.stride(0)
+    if not len(reading.mass):
+        return None
+    mass = torch.zeros(len(reading.mass), num_heads, reading.mass.shape[1])
+    arguments.mass, arguments.mass_stride = mass.data_ptr(), mass.shape[2]
+    return mass
 
 
 def _arguments(
@@ -116,7 +139,7 @@ def _arguments(
         for name, tensor in {"query": query, "key": key, "value": value, "output": output}.items()
         for i, part in enumerate(("token", "head"))
     }
-    number_0, number_1 = codec.numbers
+    numbers = [*codec.numbers, *[0] * len(NUMBERS)][: len(NUMBERS)]
     arguments = _Arguments(
         **strides,
         page_block_stride=pages.stride(0),
@@ -130,8 +153,11 @@ def _arguments(
         block_size=block_size,
         element_size=query.element_size(),
         tail_tokens=codec.raw_tokens_per_block(query.element_size()),
-        number_0=number_0,
-        number_1=number_1,
+        raw_vectors=codec.RAW_VECTORS,
+        **dict(zip(NUMBERS, numbers, strict=True)),
+        window_blocks=rows.block_table.shape[1] if codec.window_blocks is None else codec.window_blocks,
+        sink_blocks=codec.sink_blocks,
+        span_blocks=codec.span_blocks,
         block_table=rows.block_table.data_ptr(),
         max_blocks=rows.block_table.stride(0),
         first_row=rows.first_row.data_ptr(),
@@ -145,79 +171,34 @@ def _arguments(
     return arguments, (tiles, first_tile)
 
 
+# As numba has the elements of queries, keys and values: bfloat16 and float16 as their bits.
+_DTYPES: dict[torch.dtype, Any] = {
+    torch.float32: np.float32,
+    torch.bfloat16: np.uint16,
+    torch.float16: np.int16,
+}
+
+
 @functools.cache
-def _compiled(codec: str, dtype: torch.dtype) -> tuple[Any, Any]:
-    """Both passes as C functions of one pointer, compiled at the first call of each codec and dtype."""
-    if codec not in _FORMS:
-        raise ValueError(f"codec {codec!r} has no numba kernels; use backend='torch'")
+def _compiled(form: Form, dtype: torch.dtype) -> tuple[Any, Any]:
+    """Both passes as C functions of one pointer, compiled at the first call of each codec's form and dtype."""
     signature = types.void(types.CPointer(numba.from_dtype(np.dtype(_Arguments))))
     functions = []
-    for form in _FORMS[codec][dtype]:
-        compiled = backends.compile_cached(numba.cfunc, signature, error_model="numpy")(form)
+    for each in _passes(form, _DTYPES[dtype]):
+        compiled = backends.compile_cached(numba.cfunc, signature, error_model="numpy")(each)
         function = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(compiled.address)
         function.compiled = compiled  # type: ignore[attr-defined]  # its code must outlive it
         functions.append(function)
     return functions[0], functions[1]
 
 
-def _write_kivi_float32(pointer: Any) -> None:
-    write(pointer, np.float32, kivi_numba.encode_block)
+def _passes(form: Form, dtype: Any) -> tuple[Any, Any]:
+    """What writes and what attends. Code on disk is told apart by what these have in their closures."""
 
+    def write_form(pointer: Any) -> None:
+        write(pointer, dtype, form)
 
-def _attend_kivi_float32(pointer: Any) -> None:
-    attend(pointer, np.float32, kivi_numba.decode_keys, kivi_numba.decode_values)
+    def attend_form(pointer: Any) -> None:
+        attend(pointer, dtype, form)
 
-
-def _write_kivi_bfloat16(pointer: Any) -> None:
-    write(pointer, np.uint16, kivi_numba.encode_block)
-
-
-def _attend_kivi_bfloat16(pointer: Any) -> None:
-    attend(pointer, np.uint16, kivi_numba.decode_keys, kivi_numba.decode_values)
-
-
-def _write_kivi_float16(pointer: Any) -> None:
-    write(pointer, np.int16, kivi_numba.encode_block)
-
-
-def _attend_kivi_float16(pointer: Any) -> None:
-    attend(pointer, np.int16, kivi_numba.decode_keys, kivi_numba.decode_values)
-
-
-def _write_mustafar_float32(pointer: Any) -> None:
-    write(pointer, np.float32, mustafar_numba.encode_block)
-
-
-def _attend_mustafar_float32(pointer: Any) -> None:
-    attend(pointer, np.float32, mustafar_numba.decode_keys, mustafar_numba.decode_values)
-
-
-def _write_mustafar_bfloat16(pointer: Any) -> None:
-    write(pointer, np.uint16, mustafar_numba.encode_block)
-
-
-def _attend_mustafar_bfloat16(pointer: Any) -> None:
-    attend(pointer, np.uint16, mustafar_numba.decode_keys, mustafar_numba.decode_values)
-
-
-def _write_mustafar_float16(pointer: Any) -> None:
-    write(pointer, np.int16, mustafar_numba.encode_block)
-
-
-def _attend_mustafar_float16(pointer: Any) -> None:
-    attend(pointer, np.int16, mustafar_numba.decode_keys, mustafar_numba.decode_values)
-
-
-# By codec and dtype, what writes and what attends.
-_FORMS: dict[str, dict[torch.dtype, tuple[Any, Any]]] = {
-    "kivi": {
-        torch.float32: (_write_kivi_float32, _attend_kivi_float32),
-        torch.bfloat16: (_write_kivi_bfloat16, _attend_kivi_bfloat16),
-        torch.float16: (_write_kivi_float16, _attend_kivi_float16),
-    },
-    "mustafar": {
-        torch.float32: (_write_mustafar_float32, _attend_mustafar_float32),
-        torch.bfloat16: (_write_mustafar_bfloat16, _attend_mustafar_bfloat16),
-        torch.float16: (_write_mustafar_float16, _attend_mustafar_float16),
-    },
-}
+    return write_form, attend_form

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Blocks of codec mustafar, for kernels of numba; `vllm_ext.codecs.mustafar`, the readable form, says what is where.
 
-Arguments as in `kivi_numba`; ``kept`` is how many elements of a token there are, and the last number nothing.
+Arguments as in `kivi_numba`; ``kept`` is how many elements of a token there are.
 """
 
 from typing import Any
@@ -26,11 +26,10 @@ def encode_block(
     values: int,
     head_size: int,
     block_size: int,
-    kept: int,
-    _: int,
+    numbers: Any,
 ) -> None:
     """Write a block's bytes. ``tiles[keys:]`` has the keys transposed, rows ``key_stride`` apart."""
-    bitmap = head_size * block_size // 8
+    kept, bitmap = numbers[0], head_size * block_size // 8
     keep = np.empty(head_size * block_size, np.uint8)
     size = np.empty(head_size, np.int32)
     # Of the keys a token is a column.
@@ -111,8 +110,7 @@ def decode_keys(
     out: Any,
     head_size: int,
     block_size: int,
-    kept: int,
-    _: int,
+    numbers: Any,
 ) -> None:
     """``out`` becomes the keys, transposed."""
     _expand(
@@ -123,7 +121,7 @@ def decode_keys(
         side,
         out,
         head_size * block_size,
-        block_size * kept,
+        block_size * numbers[0],
     )
 
 
@@ -136,11 +134,10 @@ def decode_values(
     out: Any,
     head_size: int,
     block_size: int,
-    kept: int,
-    _: int,
+    numbers: Any,
 ) -> None:
     """``out`` becomes the values."""
-    size = head_size * block_size
+    kept, size = numbers[0], head_size * block_size
     first = at + size // 4 + 2 * block_size * kept
     _expand(pages, halves, at + size // 8, first, side, out, size, block_size * kept)
 

@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Encoded KV caches of some requests, without an engine, for tests of the kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from vllm_ext.codecs.actqkv import ActQKV, ActQKVOptions
+from vllm_ext.codecs.base import KVCodec
+from vllm_ext.codecs.chelsea import Chelsea, ChelseaOptions
+from vllm_ext.codecs.gear import Gear, GearOptions
+from vllm_ext.codecs.kivi import Kivi, KiviOptions
+from vllm_ext.codecs.mustafar import Mustafar, MustafarOptions
+from vllm_ext.codecs.snapkv import SnapKV, SnapKVOptions
+from vllm_ext.codecs.spherical import Spherical, SphericalOptions
+from vllm_ext.codecs.streaming_llm import StreamingLLM, StreamingLLMOptions
+from vllm_ext.kernels.backends import Backend
+from vllm_ext.kernels.encoded_attention import EncodedRows, Reading, encoded_attention
+
+HEADS, KV_HEADS, HEAD_SIZE, SCALE = 6, 2, 64, 0.125
+CODECS: dict[str, KVCodec] = {
+    "kivi 4": Kivi(KiviOptions(), 64, HEAD_SIZE),
+    "kivi 4 small groups": Kivi(KiviOptions(group_size=32), 128, HEAD_SIZE),
+    "kivi 2": Kivi(KiviOptions(bits=2), 64, HEAD_SIZE),
+    "gear": Gear(GearOptions(), 64, HEAD_SIZE),
+    "gear small groups": Gear(GearOptions(group_size=32, rank=3, outliers=2), 128, HEAD_SIZE),
+    "gear without sums": Gear(GearOptions(rank=0, outliers=2), 64, HEAD_SIZE),
+    "gear 2 without outliers": Gear(GearOptions(bits=2, outliers=0), 64, HEAD_SIZE),
+    "mustafar 50": Mustafar(MustafarOptions(), 64, HEAD_SIZE),
+    "mustafar 70": Mustafar(MustafarOptions(sparsity=0.7), 128, HEAD_SIZE),
+    "streaming_llm": StreamingLLM(StreamingLLMOptions(window=100), 64, HEAD_SIZE),
+    "a window of kivi": Kivi(KiviOptions(window=64, sinks=65), 64, HEAD_SIZE),
+    "chelsea": Chelsea(ChelseaOptions(window=64, ratio=2), 64, HEAD_SIZE),
+    "chelsea without sinks": Chelsea(ChelseaOptions(window=1, sinks=0, ratio=3, rounds=1), 64, HEAD_SIZE),
+    "actqkv": ActQKV(ActQKVOptions(budget=192), 64, HEAD_SIZE),
+    "actqkv of all": ActQKV(ActQKVOptions(budget=6400, coverage=1.0), 64, HEAD_SIZE),
+    "snapkv": SnapKV(SnapKVOptions(), 64, HEAD_SIZE),
+    "spherical": Spherical(SphericalOptions(), 64, HEAD_SIZE),
+    "spherical 3": Spherical(SphericalOptions(bits=3), 64, HEAD_SIZE),
+    "spherical 5, long": Spherical(SphericalOptions(bits=5), 128, HEAD_SIZE),
+    "no sinks": StreamingLLM(StreamingLLMOptions(window=128, sinks=0), 64, HEAD_SIZE),
+}
+
+
+class Cache:
+    """The blocks of some requests, whose tables are shuffled."""
+
+    def __init__(self, codec: KVCodec, dtype: torch.dtype, lengths: Sequence[int], backend: Backend) -> None:
+        self.codec, self.dtype, self.backend = codec, dtype, backend
+        tail = codec.tail_blocks(dtype.itemsize, codec.block_size + 32)
+        width = max(lengths) // codec.block_size + 1 + tail
+        order = torch.randperm(len(lengths) * width, generator=torch.Generator().manual_seed(5))
+        self.table = order.view(len(lengths), width).to(torch.int32)
+        self.pages = torch.full(
+            (len(order), KV_HEADS, codec.block_size, codec.bytes_per_token), 255, dtype=torch.uint8
+        )
+
+    def step(
+        self,
+        contexts: Sequence[int],
+        qkv: Sequence[Sequence[torch.Tensor]],
+        settled: Sequence[int] | None = None,
+        parents: Sequence[Sequence[int]] | None = None,
+        reading: Reading | None = None,
+    ) -> list[torch.Tensor]:
+        """``qkv``: by request, its rows' queries, keys and values."""
+        num = [len(each[0]) for each in qkv]
+        parents = [range(-1, n - 1) for n in num] if parents is None else parents
+        query, key, value = (torch.cat(list(parts)).to(self.dtype) for parts in zip(*qkv, strict=True))
+        counts = torch.tensor(num, dtype=torch.int32)
+        rows = EncodedRows(
+            self.table[: len(num)],
+            (counts.cumsum(0) - counts).to(torch.int32),
+            counts,
+            torch.tensor(num if settled is None else settled, dtype=torch.int32),
+            torch.tensor(contexts, dtype=torch.int32),
+            torch.tensor([p for each in parents for p in each], dtype=torch.int32),
+            reading,
+        )
+        output = torch.full_like(query, torch.nan)
+        encoded_attention(query, key, value, self.pages, output, rows, self.codec, SCALE, self.backend)
+        return list(torch.split(output, num))
+
+
+def draw(length: int, seed: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        torch.randn((length, heads, HEAD_SIZE), generator=generator) for heads in (HEADS, KV_HEADS, KV_HEADS)
+    ]
+
+
+def part(qkv: Sequence[torch.Tensor], begin: int, end: int) -> list[torch.Tensor]:
+    return [each[begin:end] for each in qkv]
+
+
+def retrieving(num: int) -> Reading:
+    """All rows choose what they read."""
+    nothing = torch.zeros(1, dtype=torch.int32)
+    of_row = torch.full((num,), -2, dtype=torch.int32)
+    return Reading(nothing[None], nothing, of_row, of_row + 1, torch.zeros(0, 12))

@@ -8,7 +8,8 @@ import json
 import os
 import platform
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -120,8 +121,8 @@ def bench_command(
             compile=compile_model,
             verbose=verbose,
         )
-        _check_folder("--json", json_path)
-        _check_folder("--html", html_path)
+        check_folder("--json", json_path)
+        check_folder("--html", html_path)
         if html_path is not None:
             _html()  # now, and not after the run
         report = _run(settings, errors)
@@ -134,7 +135,7 @@ def bench_command(
 
     console.print(_table(report))
     content = {
-        "environment": _environment(settings, report.dtype),
+        "environment": environment(_asked(settings, report.dtype)),
         "notices": report.notices,
         "runs": report.runs,
     }
@@ -166,7 +167,7 @@ def report_command(
     Needs the extra 'report' (matplotlib).
     """
     try:
-        _check_folder("--html", html_path)
+        check_folder("--html", html_path)
         html = _html()
         documents = [(path.name, _load(path)) for path in files]
         html_path.write_text(html(documents), encoding="utf-8")
@@ -182,22 +183,38 @@ def _load(path: Path) -> Any:
         raise ValueError(f"{path}: not JSON ({error}); give a file of vllm-ext bench --json.") from None
 
 
-def _check_folder(option: str, path: Path | None) -> None:
+def check_folder(option: str, path: Path | None) -> None:
+    """Refuse a file in no folder.
+
+    Raises:
+        ValueError: naming the option.
+    """
     if path is not None and not path.resolve().parent.is_dir():
         raise ValueError(f"{option}={path}: its folder does not exist; create it first.")
 
 
 def _html() -> Callable[[Sequence[tuple[str, Any]]], str]:
     """What makes the page. Only here: a server, and a bench without a page, need no matplotlib."""
-    try:
+    with needs_report():
         from vllm_ext.bench_report import html
+    return html
+
+
+@contextmanager
+def needs_report() -> Iterator[None]:
+    """Around imports of what draws.
+
+    Raises:
+        ValueError: with what is not installed, and how to install it.
+    """
+    try:
+        yield
     except ModuleNotFoundError as error:
         package = (error.name or "").partition(".")[0]
         raise ValueError(
             f"--html needs {package}, which is not installed: pip install 'vllm-ext[report]'. Or write --json "
-            "here, and make the page from it elsewhere with vllm-ext report."
+            "here, and make the page from it elsewhere with vllm-ext report, or vllm-ext kv page."
         ) from None
-    return html
 
 
 def _run(settings: Settings, console: Console) -> Report:
@@ -262,8 +279,8 @@ def _number(value: float | None, form: str, unit: str = "") -> str:
     return "-" if value is None else f"{value:{form}}{unit}"
 
 
-def _environment(settings: Settings, dtype: str) -> dict[str, Any]:
-    """What the figures depend on."""
+def environment(asked: dict[str, Any]) -> dict[str, Any]:
+    """What figures depend on: where and with what they were made, and what was ``asked`` for."""
     import torch
     import vllm
 
@@ -275,6 +292,14 @@ def _environment(settings: Settings, dtype: str) -> dict[str, Any]:
         "vllm": vllm.__version__,
         "torch": torch.__version__,
         "vllm_ext": __version__,
+        **asked,
+        "command_line": sys.argv,
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+    }
+
+
+def _asked(settings: Settings, dtype: str) -> dict[str, Any]:
+    return {
         "model": settings.model,
         "dtype": dtype,
         "max_tokens": settings.max_tokens,
@@ -283,8 +308,6 @@ def _environment(settings: Settings, dtype: str) -> dict[str, Any]:
         "limit": settings.limit,
         "workload": settings.workload,
         "prompt_files": [str(path) for path in settings.prompt_files],
-        "command_line": sys.argv,
-        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
     }
 
 

@@ -11,10 +11,9 @@ import re
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib import resources
 from typing import Any
 
-from jinja2 import Environment, StrictUndefined
+from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from vllm_ext import bench_plots
@@ -77,13 +76,21 @@ def html(documents: Sequence[tuple[str, Any]]) -> str:
         raise ValueError("no figures to show; give at least one JSON file.")
     found = comparisons(documents)
     keys = method_keys([run.label for comparison in found for run in comparison.runs])
-    text = (resources.files("vllm_ext") / "bench_report.html.jinja").read_text(encoding="utf-8")
+    sections = [_section(comparison, keys, number) for number, comparison in enumerate(found)]
+    return render("bench_report.html.jinja", sections=sections)
+
+
+def render(template: str, **values: Any) -> str:
+    """One of the package's pages."""
     environment = Environment(
-        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+        loader=PackageLoader("vllm_ext", "."),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
     )
     environment.filters["breakable"] = _breakable
-    sections = [_section(comparison, keys, number) for number, comparison in enumerate(found)]
-    return environment.from_string(text).render(sections=sections) + "\n"
+    return environment.get_template(template).render(values) + "\n"
 
 
 def _section(comparison: Comparison, keys: dict[str, Key], number: int) -> Section:
@@ -118,7 +125,7 @@ def _section(comparison: Comparison, keys: dict[str, Key], number: int) -> Secti
         plots=plots,
         remarks=_remarks(comparison),
         environments=[
-            (name, shlex.join(map(str, entry.get("command_line") or [])), _listed(entry))
+            (name, shlex.join(map(str, entry.get("command_line") or [])), listed(entry))
             for name, entry in comparison.files
         ],
     )
@@ -133,7 +140,9 @@ def _counted(number: Any, noun: str, after: str = "") -> str | None:
     return None if number is None else f"{number} {noun}{'' if number == 1 else 's'}{after}"
 
 
-def _listed(environment: dict[str, Any]) -> list[tuple[str, str]]:
+def listed(environment: dict[str, Any]) -> list[tuple[str, str]]:
+    """What a run depended on, as a page shows it."""
+
     def text(value: Any) -> str:
         return ", ".join(map(str, value)) if isinstance(value, list) else "-" if value is None else str(value)
 

@@ -19,9 +19,6 @@ from vllm_ext.codecs.registry import load_codec
 from vllm_ext.proposers.draft_model import PassOptions
 
 FIELD = f'additional_config["{config.ADDITIONAL_CONFIG_KEY}"]["{config.KV}"]'
-BLOCK_SIZE = (
-    64  # where the user has not said: what is not encoded yet takes the more room, the larger a block is
-)
 
 
 @dataclass(frozen=True)
@@ -34,6 +31,21 @@ class KVSettings:
     def to_additional_config(self) -> dict[str, Any]:
         """What travels to the workers."""
         return {"method": self.method, **self.options.model_dump()}
+
+    @property
+    def block_size(self) -> int:
+        """Of the cache, where the user has not said."""
+        return load_codec(self.method).BLOCK_SIZE
+
+    @property
+    def caches_prefixes(self) -> bool:
+        """See `KVCodec.CACHES_PREFIXES`."""
+        return load_codec(self.method).CACHES_PREFIXES
+
+    @property
+    def answers_read_less(self) -> bool:
+        """See `KVCodec.ANSWERS_READ_LESS`."""
+        return load_codec(self.method).ANSWERS_READ_LESS
 
     @functools.lru_cache(maxsize=8)  # noqa: B019  # a server has one of these
     def codec(self, block_size: int, head_size: int) -> KVCodec:
@@ -79,11 +91,12 @@ def from_config(carrier: Any) -> KVSettings | None:
     return None if stored is None else parse(stored)
 
 
-def check_engine_args(args: Any, companion: bool, settings: config.Settings | None) -> None:
+def check_engine_args(args: Any, kv: KVSettings, companion: bool, settings: config.Settings | None) -> None:
     """Refuse options that an encoded cache does not work with, before vLLM looks at the model.
 
     Args:
         args: vLLM's EngineArgs.
+        kv: of the cache.
         companion: whether a sampling rule reads a second model.
         settings: the method of ours that drafts, if one does.
 
@@ -117,6 +130,11 @@ def check_engine_args(args: Any, companion: bool, settings: config.Settings | No
             "its KV is not encoded; leave one of them out",
         ),
         (
+            args.enable_prefix_caching is True and not kv.caches_prefixes,
+            "enable_prefix_caching=True",
+            f"method {kv.method!r} changes blocks that are full. Leave it out, or take another method",
+        ),
+        (
             args.kv_cache_dtype != "auto",
             f"kv_cache_dtype={args.kv_cache_dtype!r}",
             "must be 'auto': the cache has a form of its own",
@@ -130,6 +148,16 @@ def check_engine_args(args: Any, companion: bool, settings: config.Settings | No
             args.decode_context_parallel_size > 1,
             f"decode_context_parallel_size={args.decode_context_parallel_size}",
             "must be 1: a block has all its tokens on one rank",
+        ),
+        (
+            kv.answers_read_less and args.scheduler_cls is not None,
+            f"scheduler_cls={args.scheduler_cls!r}",
+            f"must be unset: method {kv.method!r} brings its own, which frees blocks that are read no more",
+        ),
+        (
+            kv.answers_read_less and args.pipeline_parallel_size > 1,
+            f"pipeline_parallel_size={args.pipeline_parallel_size}",
+            f"must be 1: method {kv.method!r} chooses blocks by what all layers attend to",
         ),
         (
             args.worker_cls != "auto",

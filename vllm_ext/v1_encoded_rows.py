@@ -85,7 +85,7 @@ def raw_mover(
         dtype: of keys and values as they are.
     """
     per_block = codec.raw_tokens_per_block(dtype.itemsize)
-    width = 2 * codec.head_size * dtype.itemsize
+    width = codec.RAW_VECTORS * codec.head_size * dtype.itemsize
     views: list[Any] = []
     for cache in caches:
         raw = cache.flatten(2)[:, :, : per_block * width]

@@ -22,15 +22,72 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry, register_kv_cache_spec
 
 from vllm_ext import kv_cache
+from vllm_ext.codecs.base import num_spans
 from vllm_ext.kernels.encoded_attention import encoded_attention
 from vllm_ext.v1_encoded_rows import EncodedMetadata, raw_mover
 
 
 class EncodedManager(FullAttentionManager):  # type: ignore[misc]  # vLLM is untyped to us
-    """vLLM's manager of full attention; each request has a few blocks more than its tokens fill."""
+    """vLLM's manager of full attention; each request has a few blocks more than its tokens fill, and where there is a
+    window, fewer of those before it.
+    """
 
     kv_cache_spec: Any
     block_size: int
+
+    def __init__(self, kv_cache_spec: Any, *args: Any, **kwargs: Any) -> None:
+        super().__init__(kv_cache_spec, *args, **kwargs)
+        self.max_admission_blocks_per_request = kv_cache_spec.most_blocks
+        # By request id, until it ends: from which position on which blocks are read no more.
+        self._forgotten: dict[str, list[tuple[int, list[int]]]] = {}
+
+    def forget(self, request_id: str, forgotten: Sequence[tuple[int, list[int]]]) -> None:
+        """The worker reads some blocks no more; see `Choice.settle`."""
+        self._forgotten.setdefault(request_id, []).extend(forgotten)
+
+    def recall(self, request_id: str) -> None:
+        """The request is over."""
+        self._forgotten.pop(request_id, None)
+
+    def remove_skipped_blocks(
+        self, request_id: str, processed_computed_tokens: int, num_prompt_tokens: int | None = None
+    ) -> None:
+        """vLLM's: what no token to come will read is freed. ``processed_computed_tokens``: settled ones."""
+        spec = self.kv_cache_spec
+        block = processed_computed_tokens // self.block_size
+        if spec.span_blocks:
+            num = num_spans(block, spec.window_blocks, spec.sink_blocks, spec.span_blocks)
+            for first in range(spec.sink_blocks, spec.sink_blocks + num * spec.span_blocks, spec.span_blocks):
+                self._remove_blocks_in_range(request_id, first + 1, first + spec.span_blocks)
+        elif spec.window_blocks is not None:
+            self._remove_blocks_in_range(request_id, spec.sink_blocks, block - spec.window_blocks)
+        # A request that is read anew reads its prompt whole first.
+        for first, blocks in self._forgotten.get(request_id, ()):
+            if first <= processed_computed_tokens:
+                self._remove(request_id, blocks)
+
+    def _remove(self, request_id: str, places: Sequence[int]) -> None:
+        blocks = self.req_to_blocks.get(request_id, [])
+        freed = [blocks[i] for i in reversed(places) if i < len(blocks) and not blocks[i].is_null]
+        for i in places:
+            if i < len(blocks):
+                blocks[i] = self._null_block
+        if freed:
+            self.block_pool.free_blocks(freed)
+
+    @classmethod
+    def find_longest_cache_hit(
+        cls, block_hashes: Any, max_length: int, *, kv_cache_spec: Any, **kwargs: Any
+    ) -> Any:
+        """vLLM's; the tokens that are asked what they attend to are read, not found."""
+        max_length = max(max_length - max(kv_cache_spec.watched_tokens - 1, 0), 0)
+        return super().find_longest_cache_hit(block_hashes, max_length, kv_cache_spec=kv_cache_spec, **kwargs)
+
+    def cache_blocks(self, request: Any, num_tokens: int, *args: Any, **kwargs: Any) -> None:
+        """vLLM's; an answer's blocks are not those of a prompt that has the same tokens, where answers read less."""
+        if self.kv_cache_spec.answers_read_less:
+            num_tokens = min(num_tokens, request.num_prompt_tokens)
+        super().cache_blocks(request, num_tokens, *args, **kwargs)
 
     def _with_tail(self, num_tokens: int) -> int:
         return num_tokens + int(self.kv_cache_spec.tail_blocks) * self.block_size
@@ -54,9 +111,25 @@ KVCacheSpecRegistry._ensure_registered()
 @register_kv_cache_spec(manager_class=EncodedManager, uniform_type_base_spec=FullAttentionSpec)
 @dataclass(frozen=True, kw_only=True)
 class EncodedSpec(FullAttentionSpec):  # type: ignore[misc]
-    """Blocks of bytes. ``tail_blocks``: how many more a request has than its tokens fill."""
+    """Blocks of bytes.
+
+    Args:
+        tail_blocks: how many more a request has than its tokens fill.
+        window_blocks: how many before a token's own it reads; None: all.
+        sink_blocks: how many of the first it reads whatever the window is.
+        span_blocks: how many before the window become one; 0: they are not read.
+        most_blocks: how many a request ever has; None: those of its tokens and the tail.
+        watched_tokens: how many of a prompt's last tokens are never found in the cache.
+        answers_read_less: whether an answer's blocks are not cached.
+    """
 
     tail_blocks: int = 0
+    window_blocks: int | None = None
+    sink_blocks: int = 0
+    span_blocks: int = 0
+    most_blocks: int | None = None
+    watched_tokens: int = 0
+    answers_read_less: bool = False
 
     def max_num_blocks_per_req(self, vllm_config: Any, max_len: int) -> int:
         """vLLM's: the width of block tables."""
@@ -64,12 +137,22 @@ class EncodedSpec(FullAttentionSpec):  # type: ignore[misc]
 
     def max_memory_usage_bytes(self, vllm_config: Any) -> int:
         """vLLM's: of a request of the greatest length."""
-        return int(super().max_memory_usage_bytes(vllm_config)) + self.tail_blocks * int(self.page_size_bytes)
+        page = int(self.page_size_bytes)
+        whole = int(super().max_memory_usage_bytes(vllm_config)) + self.tail_blocks * page
+        return whole if self.most_blocks is None else min(whole, self.most_blocks * page)
 
     @classmethod
     def merge(cls, specs: Any) -> Any:
         """vLLM's, which knows no fields but its own."""
-        return replace(super().merge(specs), tail_blocks=max(spec.tail_blocks for spec in specs))
+        # Heads of one size are encoded alike; of two sizes the one with the longer tail asks for enough.
+        most = max(specs, key=lambda spec: spec.tail_blocks)
+        return replace(super().merge(specs), **{name: getattr(most, name) for name in OWN_FIELDS})
+
+
+OWN_FIELDS = (
+    *("tail_blocks", "window_blocks", "sink_blocks", "span_blocks", "most_blocks"),
+    *("watched_tokens", "answers_read_less"),
+)
 
 
 def encoded_specs(vllm_config: Any, specs: dict[str, Any]) -> dict[str, Any]:
@@ -91,11 +174,23 @@ def encoded_specs(vllm_config: Any, specs: dict[str, Any]) -> dict[str, Any]:
         codec = settings.codec(spec.block_size, spec.head_size)
         element_size = vllm_config.model_config.dtype.itemsize
         values = {field.name: getattr(spec, field.name) for field in fields(spec)}
+        tail = codec.tail_blocks(element_size, spec.block_size + num_drafts)
         values |= {
             "dtype": torch.uint8,
             "state_content_bytes": codec.bytes_per_token,
-            "tail_blocks": codec.tail_blocks(element_size, spec.block_size + num_drafts),
+            "tail_blocks": tail,
+            "window_blocks": codec.window_blocks,
+            "sink_blocks": codec.sink_blocks,
+            "span_blocks": codec.span_blocks,
+            "watched_tokens": codec.watched_tokens,
+            "answers_read_less": codec.ANSWERS_READ_LESS,
         }
+        if codec.window_blocks is not None:
+            # A step's tokens come on top, and neither they nor the window need begin with a block.
+            in_step = -(-vllm_config.max_in_flight_tokens // spec.block_size) + 1
+            of_window = len(codec.blocks_read(vllm_config.model_config.max_model_len // spec.block_size))
+            of_window = max(of_window + codec.span_blocks - 1, codec.sink_blocks + codec.window_blocks)
+            values["most_blocks"] = of_window + in_step + tail
         found[name] = EncodedSpec(**values)
     return found
 

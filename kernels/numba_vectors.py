@@ -125,6 +125,26 @@ def load_codes(typing: Any, array: Any, index: Any, shift: Any, mask: Any) -> An
 
 
 @intrinsic  # type: ignore[untyped-decorator]
+def look_up(typing: Any, table: Any, array: Any, index: Any, mask: Any) -> Any:
+    """``table[array[index : index + LANES] & mask]`` of uint8 as a Vector."""
+
+    def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        table, array, index, mask = arguments
+        pointer = _pointer(context, builder, signature.args[1], array, index)
+        bytes_ = builder.load(builder.bitcast(pointer, BYTES.as_pointer()), align=1)
+        codes = builder.and_(builder.zext(bytes_, INTS), _spread_int(builder, builder.trunc(mask, INT)))
+        found = ir.Constant(FLOATS, ir.Undefined)
+        for lane in range(LANES):
+            place = ir.Constant(INT, lane)
+            code = builder.zext(builder.extract_element(codes, place), ir.IntType(64))
+            entry = builder.load(_pointer(context, builder, signature.args[0], table, code))
+            found = builder.insert_element(found, entry, place)
+        return found
+
+    return VECTOR(table, array, types.int64, types.int64), emit
+
+
+@intrinsic  # type: ignore[untyped-decorator]
 def expand_vector(typing: Any, array: Any, index: Any, bits: Any) -> Any:
     """Consecutive floats from ``array[index]`` on, in the lanes whose bits are set, lowest first; 0 in the others."""
 

@@ -12,20 +12,23 @@ import functools
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 
+from vllm_ext.kernels import ancestor_bits as masks
 from vllm_ext.kernels import backends
+from vllm_ext.kernels.ancestor_bits import MAX_ROWS
 from vllm_ext.kernels.backends import Backend
 from vllm_ext.kernels.kv_layouts import sizes
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-MAX_ROWS = 160  # of one tree, in the triton form: the bits of `TreeRows.ancestor_bits`
 
 
 @dataclass(frozen=True)
 class TreeRows:
     """Which rows of a step belong to which tree: made once, used by every layer.
+
+    A captured graph can read it: the triton forms launch by shapes and ``max_rows`` alone. A request without rows
+    is padding, for which nothing is read but its ``num_rows`` and ``num_past``, and nothing written.
 
     Args:
         block_table: int32 ``[num_requests, max_blocks]``.
@@ -35,6 +38,8 @@ class TreeRows:
         context_len: int32 ``[num_requests]``, tokens before the first row.
         parents: int32 ``[sum(num_rows)]``, each row's parent as an offset inside its request, smaller than the
             row's own; -1 where there is none.
+        max_rows: no request has more rows, as far as the host knows: the closer, the better the launch fits. The triton
+            forms take MAX_ROWS at most.
 
     Raises:
         ValueError: shapes, dtypes, strides or devices that do not fit. The values are not looked at.
@@ -46,10 +51,15 @@ class TreeRows:
     num_past: torch.Tensor
     context_len: torch.Tensor
     parents: torch.Tensor
+    max_rows: int = MAX_ROWS
 
     def __post_init__(self) -> None:
         device, requests = self.parents.device, self.block_table.shape[0]
+        if self.max_rows < 1:
+            raise ValueError(f"max_rows={self.max_rows} must be 1 at least; leave it out")
         for name, tensor in vars(self).items():
+            if name == "max_rows":
+                continue
             if tensor.dtype != torch.int32 or tensor.device != device:
                 raise ValueError(
                     f"{name}: {tensor.dtype} on {tensor.device} must be torch.int32 on the device of parents, "
@@ -70,21 +80,8 @@ class TreeRows:
 
     @functools.cached_property
     def ancestor_bits(self) -> torch.Tensor:
-        """int32 ``[sum(num_rows), MAX_ROWS / 32]``: bit b of word w says that the row sees row ``32 * w + b``.
-
-        That is, that it is an ancestor or the row itself.
-        """
-        bits = np.zeros((len(self.parents), MAX_ROWS // 32), dtype=np.uint32)
-        parents = self.parents.tolist()
-        start = 0
-        for rows in self.num_rows.tolist():
-            for row in range(rows):
-                parent = parents[start + row]
-                if parent >= 0:
-                    bits[start + row] = bits[start + parent]
-                bits[start + row, row // 32] |= np.uint32(1 << (row % 32))
-            start += rows
-        return torch.from_numpy(bits.view(np.int32)).to(self.parents.device)
+        """int32 ``[sum(num_rows), WORDS]``, see `vllm_ext.kernels.ancestor_bits`. Made on the device."""
+        return masks.ancestor_bits(self.parents, self.row_start)
 
     @functools.cached_property
     def prepared(self) -> dict[Any, dict[str, Any]]:
@@ -93,8 +90,8 @@ class TreeRows:
 
     @functools.cached_property
     def row_start(self) -> torch.Tensor:
-        """int32 ``[num_requests + 1]``: where each request's rows begin in ``parents``."""
-        return torch.nn.functional.pad(self.num_rows.cumsum(0), (1, 0)).to(torch.int32)
+        """int32 ``[num_requests + 1]``: where each request's rows begin in ``parents``. Made on the device."""
+        return torch.nn.functional.pad(self.num_rows.cumsum(0, dtype=torch.int32), (1, 0))
 
 
 def tree_attention(
@@ -127,30 +124,31 @@ def tree_attention(
     kind = query.device, *[(tensor.dtype, tensor.shape, tensor.stride()) for tensor in tensors]
     prepared = trees.prepared.get(kind)
     if prepared is None:
-        _validate(query, key_cache, value_cache, output, trees)
+        validate(query, key_cache, value_cache, output, trees)
         prepared = trees.prepared[kind] = {}
     form: Any
     # Imported here: a backend that is not used may be missing, and costs nothing.
     match backends.choose(backend, query):
         case "numba":
-            from vllm_ext.kernels.tree_attention_numba import tree_attention_numba
-
-            tree_attention_numba(query, key_cache, value_cache, output, trees, scale, prepared)
-            return
+            from vllm_ext.kernels.tree_attention_numba import tree_attention_numba as form
         case "triton":
             from vllm_ext.kernels.tree_attention_triton import tree_attention_triton as form
         case _:
-            from vllm_ext.kernels.tree_attention_ref import tree_attention_ref as form
-    form(query, key_cache, value_cache, output, trees, scale)
+            from vllm_ext.kernels.tree_attention_ref import tree_attention_ref
+
+            tree_attention_ref(query, key_cache, value_cache, output, trees, scale)
+            return
+    form(query, key_cache, value_cache, output, trees, scale, prepared)
 
 
-def _validate(
+def validate(
     query: torch.Tensor,
     key_cache: torch.Tensor,
     value_cache: torch.Tensor,
     output: torch.Tensor,
     trees: TreeRows,
 ) -> None:
+    """Raise ValueError for what `tree_attention` refuses."""
     if query.dim() != 3 or query.stride(2) != 1:
         raise ValueError(
             f"query: shape {tuple(query.shape)}, strides {query.stride()} must be [num_tokens, num_heads, "

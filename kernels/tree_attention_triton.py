@@ -1,21 +1,78 @@
 # SPDX-License-Identifier: Apache-2.0
-# mypy: disable-error-code="no-untyped-def,untyped-decorator"
-"""`tree_attention` on CUDA: one program for each request, KV head and tile of rows.
+# mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
+"""`tree_attention` and `attend_nodes` on CUDA: a program for each request, KV head, tile of rows and share of the keys.
 
-Which nodes a row sees it reads from `TreeRows.ancestor_bits`. The kernel goes over the request's keys once, context
-and nodes alike, and looks up the bit only behind the context.
+A tile holds rows of (tree row, query head of the group), so that each key is read once for all of them. Which nodes a
+row sees it reads from `TreeRows.ancestor_bits`, for keys behind the context alone. Where requests are few, their keys
+are shared out among programs (Flash-Decoding, https://pytorch.org/blog/flash-decoding/): each leaves its part and the
+logarithm of its weight, and a second launch adds the parts up. How many shares there are depends on what the host
+knows, where a share begins on what the device knows, so both launches may be captured in a graph.
 """
 
+from __future__ import annotations
+
+import functools
 import os
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
-from vllm_ext.kernels.tree_attention import MAX_ROWS, TreeRows
+from vllm_ext.kernels.ancestor_bits import MAX_ROWS, WORDS
+from vllm_ext.kernels.tree_attention import TreeRows
 
-ROWS = 16  # the least tl.dot takes
-KEYS = 32  # of one step of the loop
+LEAST_ROWS = 16  # of a tile: the least tl.dot takes
+LEAST_KEYS = 128  # of a share: below that, adding up costs more than is gained
+MOST_SPLITS = 64
+PROGRAMS_PER_CORE = 2  # of a streaming multiprocessor; keys are shared out until there are so many
+LOG2_E = 1.4426950408889634
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What a launch depends on, from shapes alone."""
+
+    rows: int  # of a tile
+    tiles: int  # of the largest tree there can be
+    splits: int  # shares of a request's keys
+    keys: int  # of one step of the loop
+    warps: int
+
+
+def plan(
+    trees: TreeRows,
+    num_heads: int,
+    num_kv_heads: int,
+    head_size: int,
+    block_size: int,
+    wide: bool,
+    cores: int,
+) -> Launch:
+    """The launch for these trees. Tiles and steps are as large as registers hold, see `scripts/compile_kernels.py`.
+
+    Args:
+        trees: looked at for their shapes and ``max_rows``.
+        num_heads: of the query.
+        num_kv_heads: of the caches.
+        head_size: of both.
+        block_size: of the caches.
+        wide: operands have 32 bits.
+        cores: streaming multiprocessors of the device.
+    """
+    requests, max_blocks = trees.block_table.shape
+    packed = min(len(trees.parents), trees.max_rows) * (num_heads // num_kv_heads)
+    size = 0 if head_size <= 64 else 1 if head_size <= 128 else 2
+    most = ((32, 16, 16) if wide else (64, 64, 32))[size]
+    rows = max(LEAST_ROWS, min(triton.next_power_of_2(packed), most))
+    keys = (32, 32, 16)[size] if wide else (64, 64 if rows == LEAST_ROWS else 32, 32)[size]
+    warps = 8 if wide or size == 2 or rows == 64 else 4
+    tiles = triton.cdiv(packed, rows)
+    without = requests * num_kv_heads * tiles
+    longest = triton.cdiv(max_blocks * block_size, LEAST_KEYS)
+    splits = max(1, min(cores * PROGRAMS_PER_CORE // max(without, 1), longest, MOST_SPLITS))
+    return Launch(rows, tiles, splits, keys, warps)
 
 
 def tree_attention_triton(
@@ -25,62 +82,194 @@ def tree_attention_triton(
     output: torch.Tensor,
     trees: TreeRows,
     scale: float,
+    prepared: dict[str, Any],
+    splits: int | None = None,
 ) -> None:
     """See `vllm_ext.kernels.tree_attention.tree_attention`, which validates all but the layout.
 
+    Args:
+        query: as there, and so are the next five.
+        key_cache: see there.
+        value_cache: see there.
+        output: see there.
+        trees: see there.
+        scale: see there.
+        prepared: kept from layer to layer.
+        splits: shares of each request's keys, MOST_SPLITS at most; None: as many as the device has use for.
+
     Raises:
-        ValueError: the caches have not four dimensions.
+        ValueError: the caches have not four dimensions, or a request may have more than MAX_ROWS rows.
     """
+    _check(key_cache, trees)
+    launch, arguments, constants = _prepare(query, key_cache, value_cache, output, trees, prepared)
+    requests, num_kv_heads = len(trees.num_rows), key_cache.shape[1]
+    if requests == 0 or len(trees.parents) == 0:
+        return
+    with torch.cuda.device_of(query):  # triton launches on the current device; no-op on the CPU
+        if splits is None:
+            splits = launch.splits
+            parts, logs = (
+                _room(query.device, constants["HEAD"], launch.rows) if splits > 1 else (query, query)
+            )
+        else:
+            size = requests * num_kv_heads * launch.tiles * splits * launch.rows
+            parts = torch.empty(size * constants["HEAD"], dtype=torch.float32, device=query.device)
+            logs = torch.empty(size, dtype=torch.float32, device=query.device)
+        _attend[(requests, num_kv_heads, launch.tiles * splits)](
+            query,
+            key_cache,
+            value_cache,
+            output,
+            *arguments,
+            scale * LOG2_E,
+            *(query, query, 0, 0, 0),
+            parts,
+            logs,
+            splits,
+            SPLIT=splits > 1,
+            CONTEXT=True,
+            **constants,
+        )
+        if splits > 1:
+            _add_up[(requests, num_kv_heads, launch.tiles)](
+                output,
+                parts,
+                logs,
+                trees.first_row,
+                trees.num_rows,
+                trees.num_past,
+                output.stride(0),
+                output.stride(1),
+                query.shape[2],
+                splits,
+                GROUP=constants["GROUP"],
+                HEAD=constants["HEAD"],
+                ROWS=launch.rows,
+                SPLITS=MOST_SPLITS,
+            )
+
+
+def attend_nodes_triton(
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    context_output: torch.Tensor,
+    context_lse: torch.Tensor,
+    output: torch.Tensor,
+    trees: TreeRows,
+    scale: float,
+    prepared: dict[str, Any],
+) -> None:
+    """See `vllm_ext.kernels.attend_nodes.attend_nodes`, which validates all but the layout.
+
+    Raises:
+        ValueError: the caches have not four dimensions, or a request may have more than MAX_ROWS rows.
+    """
+    _check(key_cache, trees)
+    launch, arguments, constants = _prepare(query, key_cache, value_cache, output, trees, prepared)
+    requests = len(trees.num_rows)
+    if requests == 0 or len(trees.parents) == 0:
+        return
+    with torch.cuda.device_of(query):
+        _attend[(requests, key_cache.shape[1], launch.tiles)](
+            query,
+            key_cache,
+            value_cache,
+            output,
+            *arguments,
+            scale * LOG2_E,
+            context_output,
+            context_lse,
+            context_output.stride(0),
+            context_output.stride(1),
+            context_lse.stride(0),
+            *(query, query, 1),
+            SPLIT=False,
+            CONTEXT=False,
+            **constants,
+        )
+
+
+def _check(key_cache: torch.Tensor, trees: TreeRows) -> None:
+    if trees.max_rows > MAX_ROWS:
+        raise ValueError(
+            f"trees.max_rows={trees.max_rows}: backend='triton' takes {MAX_ROWS} rows of a request at most"
+        )
     if key_cache.dim() != 4:
         raise ValueError(
             f"key_cache.shape={tuple(key_cache.shape)}: backend='triton' takes [num_blocks, num_kv_heads, block_size, "
             "head_size]; use backend='torch'"
         )
-    num_requests, num_heads, head_size = len(trees.num_rows), query.shape[1], query.shape[2]
-    num_kv_heads, block_size = key_cache.shape[1:3]
-    group = num_heads // num_kv_heads
-    # A tree has at most 129 rows; programs behind a smaller one's end return at once.
-    tiles = _tiles(len(trees.parents), num_requests, group)
-    _tree_attention[(num_requests, num_kv_heads, tiles)](
-        query,
-        key_cache,
-        value_cache,
-        output,
-        trees.block_table,
-        trees.first_row,
-        trees.num_rows,
-        trees.num_past,
-        trees.row_start,
-        trees.context_len,
-        trees.ancestor_bits,
-        scale * 1.4426950408889634,
-        query.stride(0),
-        query.stride(1),
-        output.stride(0),
-        output.stride(1),
-        *key_cache.stride(),
-        *value_cache.stride(),
-        trees.block_table.stride(0),
-        block_size,
-        head_size,
-        GROUP=group,
-        HEAD=triton.next_power_of_2(head_size),
-        ROWS=ROWS,
-        KEYS=KEYS,
-        WORDS=MAX_ROWS // 32,
-        # Tensor cores take 16-bit operands as they are; the interpreter multiplies bfloat16's bits.
-        WIDE=query.dtype == torch.float32 or os.environ.get("TRITON_INTERPRET") == "1",
-    )
 
 
-def _tiles(total_rows: int, num_requests: int, group: int) -> int:
-    """Row tiles of the largest tree there can be among so many rows: known without asking the device."""
-    most = min(total_rows - num_requests + 1, MAX_ROWS)
-    return -(-most * group // ROWS)
+def _prepare(
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    output: torch.Tensor,
+    trees: TreeRows,
+    prepared: dict[str, Any],
+) -> tuple[Launch, tuple[Any, ...], dict[str, Any]]:
+    """The launch, and of the kernel's arguments those that all layers of this form share."""
+    if not prepared:
+        num_heads, head_size = query.shape[1:]
+        num_kv_heads, block_size = key_cache.shape[1:3]
+        wide = query.dtype == torch.float32
+        launch = plan(trees, num_heads, num_kv_heads, head_size, block_size, wide, _cores(query.device))
+        prepared["launch"] = launch
+        prepared["arguments"] = (
+            trees.block_table,
+            trees.first_row,
+            trees.num_rows,
+            trees.num_past,
+            trees.row_start,
+            trees.context_len,
+            trees.ancestor_bits,
+            query.stride(0),
+            query.stride(1),
+            output.stride(0),
+            output.stride(1),
+            *key_cache.stride(),
+            *value_cache.stride(),
+            trees.block_table.stride(0),
+            block_size,
+            head_size,
+        )
+        prepared["constants"] = {
+            "GROUP": num_heads // num_kv_heads,
+            "HEAD": max(16, triton.next_power_of_2(head_size)),
+            "ROWS": launch.rows,
+            "KEYS": launch.keys,
+            "LEAST": LEAST_KEYS,
+            "WORDS": WORDS,
+            # Tensor cores take 16-bit operands as they are; the interpreter multiplies bfloat16's bits.
+            "WIDE": wide or os.environ.get("TRITON_INTERPRET") == "1",
+            "num_warps": launch.warps,
+            "num_stages": 2,  # what fits the shared memory of consumer cards
+        }
+    return prepared["launch"], prepared["arguments"], prepared["constants"]
 
 
-@triton.jit
-def _tree_attention(
+def _cores(device: torch.device) -> int:
+    """Streaming multiprocessors; of the interpreter, which runs one program after the other, 0."""
+    if device.type != "cuda":
+        return 0
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+@functools.cache
+def _room(device: torch.device, head: int, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """For the parts of as many programs as keys are ever shared out to, and the logarithms of their weights.
+
+    It stays where it is, as a captured graph wants it, and is every layer's: these come one after the other.
+    """
+    size = _cores(device) * PROGRAMS_PER_CORE * rows
+    parts = torch.empty(size * head, dtype=torch.float32, device=device)
+    return parts, torch.empty(size, dtype=torch.float32, device=device)
+
+
+@triton.jit(do_not_specialize=["splits"])
+def _attend(
     query,
     keys,
     values,
@@ -92,7 +281,6 @@ def _tree_attention(
     row_start,
     context_len,
     ancestors,
-    scale,
     query_row,
     query_head,
     output_row,
@@ -108,41 +296,83 @@ def _tree_attention(
     table_row,
     block_size,
     head_size,
+    scale,
+    context_output,  # read unless CONTEXT
+    context_lse,  # float32
+    context_row,
+    context_head,
+    lse_head,
+    parts,  # float32 [programs, ROWS, HEAD], written to if SPLIT
+    logs,  # float32 [programs, ROWS]
+    splits,
     GROUP: tl.constexpr,
     HEAD: tl.constexpr,
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
+    LEAST: tl.constexpr,
     WORDS: tl.constexpr,
     WIDE: tl.constexpr,
+    SPLIT: tl.constexpr,
+    CONTEXT: tl.constexpr,
 ):
-    request, head, tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    request, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    tile, split = tl.program_id(2) // splits, tl.program_id(2) % splits
     rows, past = tl.load(num_rows + request), tl.load(num_past + request)
     wide = past * GROUP + tile * ROWS + tl.arange(0, ROWS)  # row r, head g of the group: r * GROUP + g
     if past * GROUP + tile * ROWS >= rows * GROUP:
         return
     context = tl.load(context_len + request)
+    length = context + rows
+    if CONTEXT:
+        share = tl.cdiv(length, splits)
+        if SPLIT:
+            share = tl.maximum(tl.cdiv(share, KEYS) * KEYS, LEAST)
+        begin = split * share
+        end = tl.minimum(begin + share, length)
+    else:
+        begin = context
+        end = length
+    if SPLIT:
+        programs = tl.num_programs(1).to(tl.int64) * tl.num_programs(2)
+        program = request * programs + head * tl.num_programs(2) + tl.program_id(2)
+        logs += program * ROWS + tl.arange(0, ROWS)
+        parts += program * ROWS * HEAD
+        if begin >= end:
+            tl.store(logs, tl.full([ROWS], float("-inf"), tl.float32))
+            return
     row = wide // GROUP
     real = row < rows
     dims = tl.arange(0, HEAD)
     inside = dims < head_size
-    query_head_of = head * GROUP + wide % GROUP
-    at = (tl.load(first_row + request) + row - past).to(tl.int64)
+    whole = real[:, None] & inside[None, :]
+    head_of = head * GROUP + wide % GROUP
+    at = tl.load(first_row + request).to(tl.int64) + row - past
+    flat = tl.load(row_start + request).to(tl.int64) + row
     q = tl.load(
-        query + at[:, None] * query_row + query_head_of[:, None] * query_head + dims[None, :],
-        mask=real[:, None] & inside[None, :],
-        other=0.0,
+        query + at[:, None] * query_row + head_of[:, None] * query_head + dims[None, :], mask=whole, other=0.0
     )
-    bits_at = ancestors + (tl.load(row_start + request) + row) * WORDS
-    best = tl.full([ROWS], float("-inf"), tl.float32)
-    weight = tl.zeros([ROWS], tl.float32)
-    total = tl.zeros([ROWS, HEAD], tl.float32)
-    for start in range(0, context + rows, KEYS):
+    bits_at = ancestors + flat * WORDS
+    if CONTEXT:
+        best = tl.full([ROWS], float("-inf"), tl.float32)
+        weight = tl.zeros([ROWS], tl.float32)
+        total = tl.zeros([ROWS, HEAD], tl.float32)
+    else:
+        # Where there is no context, what came out of attention over it may be anything.
+        known = tl.where(real, context, 0) > 0
+        best = tl.load(context_lse + head_of * lse_head + flat, mask=known, other=float("-inf"))
+        best = best * 1.4426950408889634
+        weight = tl.where(known, 1.0, 0.0)
+        total = tl.load(
+            context_output + flat[:, None] * context_row + head_of[:, None] * context_head + dims[None, :],
+            mask=known[:, None] & inside[None, :],
+            other=0.0,
+        ).to(tl.float32)
+    for start in range(begin, end, KEYS):
         token = start + tl.arange(0, KEYS)
-        there = token < context + rows
-        block = tl.load(block_table + request * table_row + token // block_size, mask=there, other=0).to(
-            tl.int64
-        )
-        offset = token % block_size
+        there = token < end
+        block = tl.load(block_table + request * table_row + token // block_size, mask=there, other=0)
+        block = block.to(tl.int64)
+        offset = (token % block_size).to(tl.int64)
         k = tl.load(
             keys
             + (block * key_block + head * key_head + offset * key_token)[None, :]
@@ -154,19 +384,20 @@ def _tree_attention(
             scores = tl.dot(q.to(tl.float32), k.to(tl.float32), input_precision="ieee") * scale
         else:
             scores = tl.dot(q, k) * scale
-        node = token - context  # negative in the context
-        word = tl.load(
-            bits_at[:, None] + tl.maximum(node, 0)[None, :] // 32,
-            mask=real[:, None] & ((node >= 0) & there)[None, :],
-            other=0,
-        )
-        visible = (node < 0)[None, :] | (((word >> (tl.maximum(node, 0) % 32)[None, :]) & 1) != 0)
-        scores = tl.where(visible & there[None, :], scores, float("-inf"))
+        if start + KEYS > context:
+            node = tl.maximum(token - context, 0)
+            word = tl.load(
+                bits_at[:, None] + node[None, :] // 32,
+                mask=real[:, None] & ((token >= context) & there)[None, :],
+                other=0,
+            )
+            visible = (token < context)[None, :] | (((word >> (node % 32)[None, :]) & 1) != 0)
+            scores = tl.where(visible & there[None, :], scores, float("-inf"))
         top = tl.maximum(best, tl.max(scores, 1))
-        # A tile's first keys may all be hidden from a row (other branches), never from then on.
+        # All keys so far may be hidden from a row: other branches.
         base = tl.where(top == float("-inf"), 0.0, top)
         keep = tl.exp2(best - base)
-        share = tl.exp2(scores - base[:, None])
+        part = tl.exp2(scores - base[:, None])
         v = tl.load(
             values
             + (block * value_block + head * value_head + offset * value_token)[:, None]
@@ -174,16 +405,75 @@ def _tree_attention(
             mask=there[:, None] & inside[None, :],
             other=0.0,
         )
-        weight = weight * keep + tl.sum(share, 1)
+        weight = weight * keep + tl.sum(part, 1)
         total = total * keep[:, None]
         if WIDE:
-            total += tl.dot(share, v.to(tl.float32), input_precision="ieee")
+            total += tl.dot(part, v.to(tl.float32), input_precision="ieee")
         else:
-            total += tl.dot(share.to(v.dtype), v)
+            total += tl.dot(part.to(v.dtype), v)
         best = top
+    result = total / tl.where(weight > 0.0, weight, 1.0)[:, None]
+    if SPLIT:
+        tl.store(logs, best + tl.log2(tl.where(weight > 0.0, weight, 1.0)))  # -inf where all was hidden
+        tl.store(parts + tl.arange(0, ROWS)[:, None] * HEAD + dims[None, :], result)
+    else:
+        tl.store(
+            output + at[:, None] * output_row + head_of[:, None] * output_head + dims[None, :],
+            result.to(output.dtype.element_ty),
+            mask=whole,
+        )
+
+
+@triton.jit(do_not_specialize=["splits"])
+def _add_up(
+    output,
+    parts,
+    logs,
+    first_row,
+    num_rows,
+    num_past,
+    output_row,
+    output_head,
+    head_size,
+    splits,
+    GROUP: tl.constexpr,
+    HEAD: tl.constexpr,
+    ROWS: tl.constexpr,
+    SPLITS: tl.constexpr,
+):
+    request, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    tile = tl.program_id(2)
+    rows, past = tl.load(num_rows + request), tl.load(num_past + request)
+    wide = past * GROUP + tile * ROWS + tl.arange(0, ROWS)
+    if past * GROUP + tile * ROWS >= rows * GROUP:
+        return
+    programs = tl.num_programs(1).to(tl.int64) * tl.num_programs(2)
+    first = (request * programs + head * tl.num_programs(2) + tile) * splits
+    packed = tl.arange(0, ROWS)
+    split = tl.arange(0, SPLITS)
+    log = tl.load(
+        logs + (first + split)[:, None] * ROWS + packed[None, :],
+        mask=(split < splits)[:, None],
+        other=float("-inf"),
+    )
+    real = wide // GROUP < rows
+    best = tl.where(real, tl.max(log, 0), 0.0)  # a row sees itself at least
+    weight = tl.sum(tl.exp2(log - best[None, :]), 0)
+    dims = tl.arange(0, HEAD)
+    total = tl.zeros([ROWS, HEAD], tl.float32)
+    for i in range(splits):
+        own = tl.load(logs + (first + i) * ROWS + packed)
+        part = tl.load(
+            parts + ((first + i) * ROWS + packed)[:, None] * HEAD + dims[None, :],
+            mask=(own > float("-inf"))[:, None],
+            other=0.0,
+        )
+        total += part * tl.exp2(own - best)[:, None]
     result = total / tl.where(real, weight, 1.0)[:, None]
+    at = tl.load(first_row + request).to(tl.int64) + wide // GROUP - past
+    head_of = head * GROUP + wide % GROUP
     tl.store(
-        output + at[:, None] * output_row + query_head_of[:, None] * output_head + dims[None, :],
+        output + at[:, None] * output_row + head_of[:, None] * output_head + dims[None, :],
         result.to(output.dtype.element_ty),
-        mask=real[:, None] & inside[None, :],
+        mask=real[:, None] & (dims < head_size)[None, :],
     )

@@ -18,6 +18,8 @@ import numpy.typing as npt
 
 from vllm_ext.proposers.tree import DraftTree
 
+BELOW_ONE = np.nextafter(np.float32(1), np.float32(0))
+
 
 class Matcher(Protocol):
     """A grammar behind some tokens."""
@@ -66,4 +68,6 @@ def under_grammar(
     if not len(certain):
         return legal.prefix(num_nodes)
     chain = DraftTree.chain(certain, np.ones(len(certain), dtype=np.float32))
-    return DraftTree.merge([chain.where(legal_nodes(matcher, chain)), legal], num_nodes)
+    # Of equal probability the shallower stand first: a drafter that is certain must not push out what is forced.
+    drafts = DraftTree(legal.tokens, legal.parents, np.minimum(legal.probabilities, BELOW_ONE))
+    return DraftTree.merge([chain.where(legal_nodes(matcher, chain)), drafts], num_nodes)

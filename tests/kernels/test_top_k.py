@@ -18,6 +18,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from top_k_cases import INF, NAN, contract, random_logits, special, strided, tied
 
 from vllm_ext.kernels.top_k import top_k_ids
 
@@ -34,7 +35,6 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 VOCABS = [1, 31, 33, 255, 256, 257, 999, 1024, 1025, 49152]
 if IN_INTERPRETER:  # slow: a logit row of this size takes it half a second
     VOCABS = [1, 33, 1023, 1024, 1025, 5000]
-NAN, INF = math.nan, math.inf
 
 pytestmark = pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
 
@@ -49,18 +49,6 @@ def poisoned_memory() -> Iterator[None]:
     torch.use_deterministic_algorithms(before)
 
 
-def contract(logits: torch.Tensor, k: int) -> list[list[int]]:
-    """The loop in the docstring of top_k_ids."""
-    out = []
-    for row in logits.tolist():
-        order = sorted(
-            range(len(row)),
-            key=lambda i: (math.isnan(row[i]), 0 if math.isnan(row[i]) else -row[i], i),
-        )
-        out.append(order[:k])
-    return out
-
-
 def check(logits: torch.Tensor, k: int, backend: Backend) -> None:
     device = "cuda" if backend == "triton" and not IN_INTERPRETER else "cpu"
     # Strides must survive the move, so not .to(device) of a view.
@@ -70,20 +58,6 @@ def check(logits: torch.Tensor, k: int, backend: Backend) -> None:
     assert ids.device == on_device.device
     assert ids.shape == (logits.shape[0], k)
     assert ids.tolist() == contract(logits, k)
-
-
-def strided(logits: torch.Tensor, stride: int, device: str = "cpu") -> torch.Tensor:
-    """The same rows, `stride` apart, between values that would win."""
-    rows, vocab = logits.shape
-    # Also before the first row and behind the last: an overrun in any direction shows.
-    flat = torch.full(((rows + 1) * max(stride, vocab) + 32,), INF, dtype=logits.dtype)
-    view = flat.to(device).as_strided((rows, vocab), (stride, 1), 16)
-    return view.copy_(logits)
-
-
-def random_logits(rows: int, vocab: int, dtype: torch.dtype) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(vocab)
-    return (torch.randn(rows, vocab, generator=generator) * 4).to(dtype)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -99,16 +73,7 @@ def test_random_rows_around_the_block_sizes(vocab: int, dtype: torch.dtype, back
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("vocab", [33, 1025, 3000])
 def test_ties_go_to_the_lowest_index(vocab: int, dtype: torch.dtype, backend: Backend) -> None:
-    random = random_logits(1, vocab, dtype)
-    logits = torch.cat(
-        [
-            torch.zeros(1, vocab, dtype=dtype),
-            torch.full((1, vocab), -INF, dtype=dtype),
-            torch.full((1, vocab), NAN, dtype=dtype),
-            (random / 4).round(),  # a handful of distinct values
-            random.clamp(max=0),  # half the row is tied for first
-        ]
-    )
+    logits = tied(vocab, dtype)
     check(logits, 8, backend)
     check(logits, 32, backend)
 
@@ -123,21 +88,8 @@ def test_rising_and_falling_rows(dtype: torch.dtype, backend: Backend) -> None:
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_special_values(dtype: torch.dtype, backend: Backend) -> None:
-    tiny = torch.finfo(dtype).smallest_normal / 4  # denormal
-    top, low = torch.finfo(dtype).max, torch.finfo(dtype).min
-    special = [NAN, -INF, -0.0, 0.0, INF, -tiny, tiny, low, top, -0.0, NAN, 0.0, INF, -INF]
-    short = torch.tensor([special, special[::-1]], dtype=dtype)
-    check(short, len(special), backend)
-
-    far_apart = torch.full((2, 3000), -INF, dtype=dtype)
-    far_apart[0, 1500:] = NAN  # whole blocks of NaN must not hide what comes before them
-    far_apart[1, :1500] = NAN
-    far_apart[:, 700::150][:, : len(special)] = short
-    check(far_apart, 32, backend)
-
-    zeros = torch.zeros(1, 2000, dtype=dtype)
-    zeros[0, ::3] = -0.0
-    check(zeros, 8, backend)
+    for logits, k in special(dtype):
+        check(logits, k, backend)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

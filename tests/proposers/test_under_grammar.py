@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Sequence
 
 import numpy as np
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from vllm_ext.proposers.tree import DraftTree
@@ -70,7 +70,11 @@ def test_a_node_is_legal_if_its_path_is(tree: DraftTree, sequences: list[tuple[i
     assert kept.probabilities.tolist() == tree.probabilities[legal].tolist()
 
 
+CERTAIN = DraftTree.chain(np.array([2], np.int32), np.ones(1, np.float32))
+
+
 @given(trees(), SEQUENCES, st.lists(st.integers(0, 3), max_size=4), st.integers(0, 8), st.integers(1, 4))
+@example(CERTAIN, [(0, 0), (2,)], [0, 0], 2, 2)
 def test_what_is_forced_stands_first(
     tree: DraftTree, sequences: list[tuple[int, ...]], forced: list[int], num_nodes: int, max_depth: int
 ) -> None:

@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Keys and values of accepted paths: the triton form equals the readable one, bit for bit. See `test_device_trees`."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from vllm_ext.kernels.backends import Backend
+from vllm_ext.kernels.path_move import Caches, move_paths
+
+IN_INTERPRETER = os.environ.get("PATH_MOVE_TEST_BACKEND") == "triton"
+BACKEND: Backend = "triton" if IN_INTERPRETER or torch.cuda.is_available() else "torch"
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+pytestmark = pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("heads_first", [True, False])
+def test_tokens_move_as_the_contract_says(dtype: torch.dtype, heads_first: bool) -> None:
+    torch.manual_seed(0)
+    shape = (6, 2, 4, 10) if heads_first else (6, 4, 2, 10)
+    caches = [torch.randn(shape, device=DEVICE).to(dtype) for _ in range(3)]
+    if not heads_first:
+        caches = [cache.transpose(1, 2) for cache in caches]
+    before = [cache.clone() for cache in caches]
+    # A path whose steps overlap, across a block's end; nothing; all of it.
+    source = torch.tensor([[2, 3, 5], [8, 8, 8], [13, 15, 17]], device=DEVICE)
+    target = torch.tensor([[1, 2, 3], [8, 8, 8], [12, 13, 14]], device=DEVICE)
+    move_paths(Caches(caches), source, target, BACKEND)
+    for cache, old in zip(caches, before, strict=True):
+        expected = old.clone()
+        for new, was in ((1, 2), (2, 3), (3, 5), (12, 13), (13, 15), (14, 17)):
+            expected[new // 4, :, new % 4] = old[was // 4, :, was % 4]
+        assert torch.equal(cache, expected)
+
+
+def test_caches_of_several_kinds_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"caches of 2 kinds .* one Caches for each kind"):
+        Caches([torch.zeros(1, 2, 3, 4), torch.zeros(1, 2, 3, 5)])
+
+
+@pytest.mark.skipif(IN_INTERPRETER, reason="the parent process starts the other")
+def test_the_triton_form_passes_this_file_through_the_interpreter() -> None:
+    env = os.environ | {"PATH_MOVE_TEST_BACKEND": "triton", "TRITON_INTERPRET": "1"}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
+    run = subprocess.run(
+        command, env=env, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=False
+    )
+    assert run.returncode == 0, run.stdout + run.stderr

@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The attention backend that trees have on CUDA, under the V2 runner: masks and slots come from device buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from conftest import V2_METHOD, v2_engine
+from helpers import assert_same_outputs
+from v2_requests import counters, generate, prompts, sampling, tokens
+
+pytestmark = pytest.mark.v2
+
+
+@pytest.fixture(scope="module")
+def llms(v2_dir: str) -> Iterator[tuple[Any, Any]]:
+    from vllm.platforms.cpu import CpuPlatform
+    from vllm.v1.attention import selector
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    from vllm_ext import v2_attention
+
+    v2_attention.register()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+        patch.setattr(
+            CpuPlatform,
+            "get_attn_backend_cls",
+            classmethod(lambda *_, **__: AttentionBackendEnum.TRITON_ATTN.get_path()),
+        )
+        selector._cached_get_attn_backend.cache_clear()
+        yield v2_engine(v2_dir), v2_engine(v2_dir, V2_METHOD)
+    selector._cached_get_attn_backend.cache_clear()
+
+
+def test_trees_in_triton(llms: tuple[Any, Any]) -> None:
+    plain, trees = llms
+    runner = trees.llm_engine.model_executor.driver_worker.worker.model_runner
+    assert runner.attn_groups[0][0].backend.__module__ == "vllm_ext.v2_attention_triton"
+    assert runner.speculator.chain_reason is None
+    kinds = [
+        sampling(max_tokens=12),
+        sampling(temperature=0.8, seed=15, max_tokens=12),
+        sampling(max_tokens=6),
+    ]
+    texts = prompts(len(kinds), seed=7)
+    expected = tokens(generate(plain, texts, kinds))
+    assert_same_outputs(expected, tokens(generate(trees, texts, kinds)))
+    assert counters(trees)["spec_accepted_tokens"] > 5

@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a captured CUDA graph would read: there is no capturing here, but where things lie can be looked at."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from v2_requests import generate, prompts, sampling
+from vllm.config.compilation import CUDAGraphMode
+
+from vllm_ext import v1_attention
+from vllm_ext.v2_model_state import TreeState
+
+pytestmark = [pytest.mark.v2, pytest.mark.quick]
+PARTS = ("first_row", "num_rows", "num_past", "context_len", "parents", "ancestor_bits", "row_start")
+
+
+def addresses(metadata: dict[str, Any]) -> dict[str, int]:
+    """Where the tensors of one layer's trees are."""
+    rows = getattr(next(iter(metadata.values())), v1_attention.TREES).rows
+    return {name: getattr(rows, name).data_ptr() for name in PARTS}
+
+
+def test_a_graph_reads_what_a_step_writes(v2_trees: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.v1.worker.gpu.input_batch import InputBatch
+
+    runner = v2_trees.llm_engine.model_executor.driver_worker.worker.model_runner
+    made = InputBatch.make_dummy(2, 14, runner.input_buffers)
+    tables, slots = runner.prepare_dummy_attn(made)
+
+    def prepare(batch: Any) -> Any:
+        return runner.model_state.prepare_attn(
+            batch,
+            CUDAGraphMode.FULL,
+            tables,
+            slots,
+            runner.attn_groups,
+            runner.kv_cache_config,
+            for_capture=True,
+        )
+
+    captured = addresses(prepare(made))
+    rows = runner.speculator.layout
+    assert rows.num_rows[:3].tolist() == [7, 7, 0]
+    # Not of steps without drafts, nor of mixed ones.
+    for requests, tokens in ((2, 2), (2, 9)):
+        other = prepare(InputBatch.make_dummy(requests, tokens, runner.input_buffers))
+        assert not hasattr(next(iter(other.values())), v1_attention.TREES)
+
+    seen: list[tuple[dict[str, int], int, list[int]]] = []
+    honest = TreeState.prepare_attn
+
+    def watching(self: Any, input_batch: Any, *args: Any, **kwargs: Any) -> Any:
+        metadata = honest(self, input_batch, *args, **kwargs)
+        if input_batch.num_draft_tokens and not input_batch.has_prefill:
+            where = input_batch.positions.data_ptr()
+            seen.append((addresses(metadata), where, runner.speculator.layout.num_rows.tolist()))
+        return metadata
+
+    monkeypatch.setattr(TreeState, "prepare_attn", watching)
+    generate(v2_trees, prompts(1, seed=30), sampling(max_tokens=5))
+    assert seen
+    for step, positions, num_rows in seen:
+        assert step == captured
+        assert positions == runner.input_buffers.positions.data_ptr()
+        assert num_rows == [7, 0, 0, 0]  # of requests that fill a graph up: none

@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sampling rules on vLLM's V2 runner: the tokens of the same rule without speculation, which are those of V1's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from conftest import V2_METHOD, v2_engine
+from helpers import assert_same_outputs
+from typer.testing import CliRunner
+from v2_requests import counters, generate, prompts, sampling, tokens
+from vllm.exceptions import VLLMValidationError
+
+pytestmark = pytest.mark.v2
+
+ANSWERS = ["the old sailor", "the old sailor goes home", "the young sailor", "a captain and the sea", "no"]
+
+
+@pytest.fixture(scope="module")
+def llms(v2_dir: str, v2_plain: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
+    """Plain and with trees, both with rules."""
+    from vllm_ext.cli import app
+
+    folder = tmp_path_factory.mktemp("tries")
+    (folder / "answers.txt").write_text("\n".join(ANSWERS))
+    file = str(folder / "answers.trie")
+    command = ["trie", "build", "--tokenizer", v2_dir, "--output", file, str(folder / "answers.txt")]
+    assert CliRunner().invoke(app, command).exit_code == 0
+    rules = {"vllm_ext": {"rules": {"trie": {"files": {"answers": file}}, "rpg": {}}}}
+    options = {"additional_config": rules}
+    return v2_engine(v2_dir, **options), v2_engine(v2_dir, V2_METHOD, **options)
+
+
+def test_rules_say_the_same_next_to_trees(llms: tuple[Any, Any]) -> None:
+    plain, trees = llms
+    assert all(llm.llm_engine.vllm_config.use_v2_model_runner for llm in llms)
+    trie = {"trie": "answers"}
+    kinds = [
+        sampling(extra_args=trie, ignore_eos=False),
+        sampling(extra_args=trie, ignore_eos=False, temperature=1.5, seed=3),
+        sampling(),
+        sampling(extra_args={"rpg": 20.0}, max_tokens=24),
+        sampling(extra_args=trie, ignore_eos=False, temperature=1.0, seed=4, repetition_penalty=1.2),
+        sampling(temperature=0.8, seed=9),
+    ]
+    texts = prompts(len(kinds), seed=20)
+    expected = generate(plain, texts, kinds)
+    actual = generate(trees, texts, kinds)
+    assert_same_outputs(tokens(expected), tokens(actual))
+    for index in (0, 1, 4):
+        assert actual[index].text in ANSWERS
+        assert actual[index].finish_reason == "stop"
+    assert counters(trees)["spec_accepted_tokens"] > 5
+
+
+def test_wrong_requests_are_refused(llms: tuple[Any, Any]) -> None:
+    for llm in llms:
+        with pytest.raises(VLLMValidationError, match="nothing"):
+            generate(llm, prompts(1), sampling(extra_args={"trie": "nothing"}, ignore_eos=False))

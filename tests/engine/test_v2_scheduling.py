@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Trees on vLLM's V2 runner when the scheduler makes it hard: steps scheduled ahead, preemption, other sizes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from conftest import V2_METHOD, v2_engine
+from helpers import assert_same_outputs, preemptions
+from v2_requests import counters, generate, prompts, sampling, tokens
+
+pytestmark = pytest.mark.v2
+
+
+def make_ahead(v2_dir: str, method: dict[str, Any], **options: Any) -> Any:
+    """An engine that schedules a step before it knows the last one's tokens: vLLM's default, except on CPUs."""
+    from vllm.platforms.cpu import CpuPlatform
+
+    check = CpuPlatform.check_and_update_config.__func__
+
+    def check_and_update_config(cls: Any, vllm_config: Any) -> None:
+        asked = vllm_config.scheduler_config.async_scheduling
+        check(cls, vllm_config)
+        vllm_config.scheduler_config.async_scheduling = asked
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CpuPlatform, "check_and_update_config", classmethod(check_and_update_config))
+        llm = v2_engine(v2_dir, method, async_scheduling=True, **options)
+    assert llm.llm_engine.vllm_config.scheduler_config.async_scheduling
+    return llm
+
+
+@pytest.fixture(scope="module")
+def ahead(v2_dir: str, v2_plain: Any) -> Any:
+    """One that verifies whole trees."""
+    return make_ahead(v2_dir, V2_METHOD)
+
+
+@pytest.mark.quick
+def test_steps_scheduled_ahead(v2_plain: Any, ahead: Any) -> None:
+    kinds = [
+        sampling(max_tokens=24),
+        sampling(temperature=0.8, seed=15, max_tokens=9),
+        sampling(temperature=0.9, seed=16, max_tokens=17),
+        sampling(repetition_penalty=1.2, max_tokens=12),
+        sampling(max_tokens=2),
+    ]
+    texts = prompts(len(kinds), seed=7)
+    expected = tokens(generate(v2_plain, texts, kinds))
+    assert_same_outputs(expected, tokens(generate(ahead, texts, kinds)))
+    assert counters(ahead)["spec_accepted_tokens"] > 10
+
+
+def test_structured_requests_scheduled_ahead(v2_plain: Any, ahead: Any) -> None:
+    """vLLM then asks for the drafts, and marks those that a grammar forbids."""
+    from vllm.sampling_params import StructuredOutputsParams
+
+    choice = StructuredOutputsParams(choice=["alpha beta", "alpha gamma", "omega"])
+    kinds = [
+        sampling(structured_outputs=choice, ignore_eos=False, temperature=0.9, seed=4),
+        sampling(structured_outputs=choice, ignore_eos=False),
+        sampling(temperature=0.8, seed=3),
+    ]
+    texts = prompts(len(kinds), seed=8)
+    expected = tokens(generate(v2_plain, texts, kinds))
+    assert_same_outputs(expected, tokens(generate(ahead, texts, kinds)))
+
+
+@pytest.mark.parametrize("scheduled_ahead", [False, True])
+def test_preempted_requests_go_on(v2_dir: str, v2_plain: Any, scheduled_ahead: bool) -> None:
+    """Too few blocks for all four requests: some lose theirs, and are computed again from their text."""
+    make = make_ahead if scheduled_ahead else v2_engine
+    llm = make(v2_dir, V2_METHOD, num_gpu_blocks_override=10)
+    texts = prompts(4, seed=9)
+    kinds = [sampling(max_tokens=70), sampling(max_tokens=70, temperature=0.8, seed=2)] * 2
+    expected = tokens(generate(v2_plain, texts, kinds))
+    assert_same_outputs(expected, tokens(generate(llm, texts, kinds)))
+    assert preemptions(llm) > 0
+
+
+def test_fewer_nodes_than_there_are(v2_plain: Any, v2_trees: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What vLLM does with a schedule by batch size: the scheduler asks for other numbers, down to none."""
+    core = v2_trees.llm_engine.engine_core.engine_core
+    texts = prompts(4, seed=10)
+    kinds = [sampling(), sampling(temperature=0.8, seed=1), sampling(frequency_penalty=0.4), sampling()]
+    expected = tokens(generate(v2_plain, texts, kinds))
+    monkeypatch.setattr(core.scheduler, "dynamic_sd_lookup", [0, 3, 1, 2, 0])
+    before = counters(v2_trees)
+    assert_same_outputs(expected, tokens(generate(v2_trees, texts, kinds)))
+    monkeypatch.setattr(core.scheduler, "dynamic_sd_lookup", [0, 6, 4, 3, 2])
+    assert_same_outputs(expected, tokens(generate(v2_trees, texts, kinds)))
+    assert counters(v2_trees)["spec_accepted_tokens"] > before["spec_accepted_tokens"]
+
+
+@pytest.mark.parametrize("scheduled_ahead", [False, True])
+def test_the_goodput_budget(v2_dir: str, v2_plain: Any, scheduled_ahead: bool) -> None:
+    """Whatever it chooses, the tokens are the same; it has tried all sizes, and graphs would be captured for them."""
+    from vllm_ext import v2_scheduler
+
+    make = make_ahead if scheduled_ahead else v2_engine
+    llm = make(v2_dir, {**V2_METHOD, "budget": "goodput"})
+    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+    assert isinstance(scheduler, v2_scheduler.Budgeted)
+    assert scheduler.budget.levels == [0, 2, 3, 6]
+    texts = prompts(4, seed=14)
+    kinds = [sampling(max_tokens=40), sampling(max_tokens=40, temperature=0.8, seed=2)] * 2
+    expected = tokens(generate(v2_plain, texts, kinds))
+    assert_same_outputs(expected, tokens(generate(llm, texts, kinds)))
+    rates = [scheduler.budget.rate(3, level) for level in scheduler.budget.levels]
+    assert rates[0] is not None
+    assert rates[1] is not None

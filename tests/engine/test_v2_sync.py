@@ -1,0 +1,231 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Nothing in a V2 step waits for the device: no value of a tensor is asked for, no shape depends on one.
+
+Once by running steps with everything noted that would wait on a GPU, where it does not; once by reading the code.
+Triton's interpreter and vLLM's own backend for CPUs read tensors as numpy arrays: within these nothing is noted.
+"""
+
+from __future__ import annotations
+
+import ast
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from v2_requests import counters, generate, prompts, sampling
+
+pytestmark = pytest.mark.v2
+ROOT = Path(__file__).parents[2]
+OURS = str(ROOT / "vllm_ext"), str(ROOT / "tests")  # an environment may lie beside them
+
+METHODS = (
+    "item",
+    "tolist",
+    "numpy",
+    "cpu",
+    "__bool__",
+    "__int__",
+    "__float__",
+    "__index__",
+    "__array__",
+    "nonzero",
+)
+# What a tensor's values decide the shape of, or the host's way.
+OPERATORS = (
+    "_local_scalar_dense",
+    "nonzero",
+    "masked_select",
+    "_unique",
+    "unique",
+    "bincount",
+    "equal",
+    "is_nonzero",
+)
+
+# The step, by file; each of these is trapped from outside, what it calls with it.
+STEPS = {
+    "vllm_ext.v2_model_state": ("TreeState.preprocess_state",),
+    "vllm_ext.v2_sampler": ("LearningSampler.__call__", "TreeVerifier.__call__"),
+    "vllm_ext.v2_runner": ("SpeculativeRunner._settle",),
+    "vllm_ext.v2_speculator": ("TreeSpeculator.propose", "TreeSpeculator.admit"),
+    "vllm_ext.v2_counts": ("Counts.add",),
+}
+
+
+class _NoSync(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch is, here
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        if _trapping and name in OPERATORS:
+            _waits.append(f"aten.{name}")
+        if (
+            _trapping
+            and name in ("index", "index_put", "index_put_")
+            and any(index is not None and index.dtype == torch.bool for index in args[1])
+        ):
+            _waits.append(f"aten.{name} by a mask")
+        if _trapping and name == "repeat_interleave" and not (kwargs or {}).get("output_size"):
+            _waits.append("aten.repeat_interleave without output_size")
+        return func(*args, **(kwargs or {}))
+
+
+_trapping = 0
+_waits: list[str] = []
+
+
+@contextmanager
+def _state(change: int) -> Iterator[None]:
+    global _trapping
+    before, _trapping = _trapping, change
+    try:
+        yield
+    finally:
+        _trapping = before
+
+
+def _within(change: int) -> Callable[[Any], Any]:
+    def wrap(function: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with _state(change):
+                return function(*args, **kwargs)
+
+        return call
+
+    return wrap
+
+
+@pytest.fixture
+def trapped(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    from importlib import import_module
+
+    from triton.runtime.interpreter import GridExecutor
+
+    from vllm_ext import v2_runner
+
+    for name in METHODS:
+        original = getattr(torch.Tensor, name)
+
+        def noting(self: Any, *args: Any, _name: str = name, _original: Any = original, **kwargs: Any) -> Any:
+            if _trapping:
+                caller = traceback.extract_stack(limit=2)[0]
+                # vLLM's own asks tensors that are on the host.
+                if caller.filename.startswith(OURS):
+                    _waits.append(f"Tensor.{_name} in {caller.filename}:{caller.lineno}")
+            return _original(self, *args, **kwargs)
+
+        monkeypatch.setattr(torch.Tensor, name, noting)
+    for module, names in STEPS.items():
+        for name in names:
+            cls = getattr(import_module(module), name.partition(".")[0])
+            method = name.partition(".")[2]
+            monkeypatch.setattr(cls, method, _within(1)(getattr(cls, method)))
+    monkeypatch.setattr(GridExecutor, "__call__", _within(0)(GridExecutor.__call__))
+    settle: Any = v2_runner.SpeculativeRunner._settle
+
+    def with_free_movers(self: Any, *args: Any) -> None:
+        movers, self.kv_movers = self.kv_movers, tuple((g, _within(0)(move)) for g, move in self.kv_movers)
+        try:
+            settle(self, *args)
+        finally:
+            self.kv_movers = movers
+
+    monkeypatch.setattr(v2_runner.SpeculativeRunner, "_settle", with_free_movers)
+    with _NoSync():  # type: ignore[no-untyped-call]
+        yield
+    _waits.clear()
+
+
+@pytest.mark.quick
+def test_no_step_asks_for_a_value(v2_trees: Any, trapped: None) -> None:
+    before = counters(v2_trees)["spec_accepted_tokens"]
+    kinds = [sampling(max_tokens=8), sampling(temperature=0.7, seed=1, top_k=20, max_tokens=8)]
+    kinds += [sampling(repetition_penalty=1.2, logprobs=1, max_tokens=5)]
+    generate(v2_trees, prompts(3, seed=12), kinds)
+    assert not _waits
+    assert counters(v2_trees)["spec_accepted_tokens"] > before
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("module", "name", "waits"),
+    [
+        ("vllm_ext.v2_sampler", "walk", lambda *a: a[5].max().item()),
+        ("vllm_ext.proposers.token_recycling_device", "grow", lambda *a: bool((a[2] > 0).all())),
+        ("vllm_ext.v2_speculator", "lay_out", lambda *a: a[4][a[4] > 3]),
+    ],
+    ids=["item", "bool", "mask"],
+)
+def test_the_trap_finds_what_waits(
+    v2_trees: Any, trapped: None, monkeypatch: pytest.MonkeyPatch, module: str, name: str, waits: Any
+) -> None:
+    from importlib import import_module
+
+    of = import_module(module)
+    honest = getattr(of, name)
+
+    def waiting(*args: Any) -> Any:
+        waits(*args)
+        return honest(*args)
+
+    monkeypatch.setattr(of, name, waiting)
+    generate(v2_trees, prompts(1, seed=13), sampling(max_tokens=4))
+    assert _waits
+
+
+FILES = (
+    # Rules read their requests' tokens on the host, and wait for these.
+    *(file for file in sorted((ROOT / "vllm_ext").glob("v2_*.py")) if file.name != "v2_rules.py"),
+    ROOT / "proposers/token_recycling_device.py",
+    *(ROOT / "kernels" / name for name in ("device_trees.py", "device_trees_triton.py")),
+    *(ROOT / "kernels" / name for name in ("path_move.py", "path_move_triton.py")),
+)
+# Of the host's own arrays, of constants, or not in a step; by the function they are in.
+KNOWN = {
+    "Counts._take",  # what has arrived on the host
+    "Counts.totals",  # asked for from outside
+    "SpeculativeRunner._path_dependent",  # numpy arrays of vLLM's
+    "DeviceTokenRecycling.forget",  # a constant
+    "TreeState.prepare_attn",  # numpy: query_start_loc_np
+    "_trees",  # numpy
+    "_behind",  # numpy
+    "SpeculativeRunner.sample",  # numpy: structured
+}
+
+
+def waiting_calls(source: str) -> list[tuple[str, int, str]]:
+    """Function, line and name of calls that may ask a tensor for a value."""
+    found = []
+
+    def visit(node: ast.AST, where: str) -> None:
+        for child in ast.iter_child_nodes(node):
+            inside = where
+            if isinstance(child, (ast.FunctionDef, ast.ClassDef)):
+                inside = f"{where}.{child.name}".lstrip(".")
+            if isinstance(child, ast.Call):
+                called = child.func
+                if isinstance(called, ast.Attribute) and called.attr in METHODS:
+                    found.append((where, child.lineno, called.attr))
+                if isinstance(called, ast.Name) and called.id in ("int", "bool", "float"):
+                    found.append((where, child.lineno, called.id))
+            visit(child, inside)
+
+    visit(ast.parse(source), "")
+    return found
+
+
+@pytest.mark.quick
+def test_the_code_asks_for_no_value() -> None:
+    assert len(FILES) >= 12
+    for file in FILES:
+        calls = [call for call in waiting_calls(file.read_text()) if call[0] not in KNOWN]
+        assert not calls, f"{file.name}: {calls}"
+
+
+@pytest.mark.quick
+def test_the_reading_finds_what_waits() -> None:
+    source = "class A:\n    def b(self, x):\n        if bool(x.any()):\n            return x.cpu()\n"
+    assert waiting_calls(source) == [("A.b", 3, "bool"), ("A.b", 4, "cpu")]

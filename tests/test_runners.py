@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which of vLLM's model runners a method gets, and as which of vLLM's own methods. No engine is started."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+import vllm.config.vllm as vllm_config_module
+from vllm.engine.arg_utils import EngineArgs
+
+from vllm_ext import compat, doctor, plugin, runners
+from vllm_ext.proposers.registry import METHODS
+
+METHOD = {"method": "token_recycling", "num_speculative_tokens": 12}
+
+
+@pytest.fixture
+def with_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if Triton had a driver for this machine: vLLM then runs V2."""
+    # Not vLLM's own constant: what it imports from now on would look for Triton.
+    monkeypatch.setattr(runners, "_has_triton", lambda: True)
+    monkeypatch.setattr(vllm_config_module, "HAS_TRITON", True)
+    monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER", raising=False)
+
+
+def made(model_dir: str, method: dict[str, Any] = METHOD, **options: Any) -> Any:
+    args = EngineArgs(
+        model=model_dir, speculative_config=dict(method), dtype="float32", max_model_len=256, **options
+    )
+    return args.create_engine_config()
+
+
+def test_on_v2_a_method_is_the_one_that_drafts_on_the_device(
+    model_dir: str, with_triton: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    logging.getLogger("vllm").propagate = True
+    with caplog.at_level(logging.INFO, "vllm.vllm_ext"):
+        config = made(model_dir)
+    assert config.use_v2_model_runner
+    assert config.speculative_config.method == plugin.DEVICE_METHOD
+    assert config.speculative_config.model == plugin.DEVICE_DRAFTER
+    assert config.parallel_config.worker_cls == plugin.V2_WORKER_CLASS
+    assert config.parallel_config.distributed_executor_backend != plugin.EXECUTOR_CLASS
+    schedule = config.speculative_config.num_speculative_tokens_per_batch_size
+    assert [level for *_, level in schedule] == [12, 6, 3, 0]
+    assert config.scheduler_config.scheduler_cls == plugin.V2_SCHEDULER_CLASS
+    assert config.scheduler_config.get_scheduler_cls().__name__ == "BudgetScheduler"
+    fixed = made(model_dir, {**METHOD, "budget": "fixed"})
+    assert fixed.speculative_config.num_speculative_tokens_per_batch_size is None
+    assert fixed.scheduler_config.scheduler_cls is None
+
+
+@pytest.mark.parametrize(
+    ("method", "options", "reason"),
+    [
+        ({"method": "suffix_tree"}, {}, "method 'suffix_tree' drafts on the host, or with a model"),
+        ({**METHOD, "state_dir": "STATE"}, {}, "state_dir: "),
+        (METHOD, {"scheduler_cls": "vllm.v1.core.sched.scheduler.Scheduler"}, "scheduler_cls is set"),
+        (METHOD, {"enable_lora": True}, "LoRA is on"),
+        (
+            METHOD,
+            {"logits_processors": ["vllm.v1.sample.logits_processor.builtin:MinPLogitsProcessor"]},
+            "a logits processor has the V1",
+        ),
+        (
+            METHOD,
+            {"additional_config": {"vllm_ext": {"rules": {"rpg": {}, "awrs": {}}}}},
+            "sampling rules ['awrs'] go with it",
+        ),
+    ],
+    ids=["method", "state", "scheduler", "lora", "processor", "rules"],
+)
+def test_what_v2_cannot_do_goes_to_v1_and_says_why(
+    model_dir: str,
+    with_triton: None,
+    caplog: pytest.LogCaptureFixture,
+    tmp_path: Any,
+    method: dict[str, Any],
+    options: dict[str, Any],
+    reason: str,
+) -> None:
+    logging.getLogger("vllm").propagate = True
+    method = {key: str(tmp_path) if value == "STATE" else value for key, value in method.items()}
+    with caplog.at_level(logging.INFO, "vllm.vllm_ext"):
+        config = made(model_dir, method, **options)
+    assert not config.use_v2_model_runner
+    assert config.speculative_config.method == "custom_class"
+    assert f"model runner V1: {reason}" in caplog.text
+
+
+def test_without_triton_all_is_v1(model_dir: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert runners.vllms_own().runner == "V1"
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
+    assert not made(model_dir).use_v2_model_runner
+
+
+def test_a_forced_runner_is_taken_or_refused(
+    model_dir: str, with_triton: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
+    assert not made(model_dir).use_v2_model_runner
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
+    assert made(model_dir).use_v2_model_runner
+    with pytest.raises(ValueError, match=r"'stand'.*VLLM_USE_V2_MODEL_RUNNER=1: it must be unset.*drafts on"):
+        made(model_dir, {"method": "stand"})
+
+
+def test_a_configuration_for_the_other_runner_is_refused(model_dir: str, with_triton: None) -> None:
+    config = made(model_dir)
+    with pytest.raises(
+        ValueError, match=r"made for the V1 model runner \(a reason\).*VLLM_USE_V2_MODEL_RUNNER=0"
+    ):
+        compat.check_vllm_config(config, "token_recycling", runners.Choice("V1", "a reason"))
+
+
+def test_the_doctor_says_which(with_triton: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    checks = {check.what: check for check in doctor._runners()}
+    assert "token_recycling" in checks["runner V2"].found
+    assert checks["runner V2"].status == "warn"
+    assert checks["runner V1"].status == "ok"
+    monkeypatch.setattr(runners, "_has_triton", lambda: False)
+    (check,) = doctor._runners()
+    assert (check.status, check.what) == ("ok", "runner V1")
+    assert "Triton" in check.found
+    assert set(runners.ON_DEVICE) <= set(METHODS)

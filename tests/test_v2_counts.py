@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Counters of the V2 runner: all that was added arrives, a step later; what warm-up counted does not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+pytest.importorskip("vllm")
+
+from vllm_ext import metrics
+from vllm_ext.v2_counts import ON_DEVICE, Counts
+
+
+def test_counts_arrive_a_step_later_and_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics, "counter_path", lambda *_: tmp_path / "counters" / "file")
+    config = SimpleNamespace(parallel_config=SimpleNamespace(rank=0, data_parallel_index=0))
+    counts = Counts(config, torch.device("cpu"))
+    server = metrics.CounterFile(tmp_path / "counters" / "file", create=False)
+    drafted = torch.tensor([False, True, True, False, True])
+    counts.begin_step()
+    counts.add(drafted, torch.tensor([3, 1, 0], dtype=torch.int32))
+    counts.begin_step()
+    assert not server.take()  # copied, not yet taken
+    counts.begin_step()
+    assert server.take() == {
+        "spec_draft_tokens": 3,
+        "spec_accepted_tokens": 2,
+        "spec_emitted_tokens": 4,
+        "spec_steps": 2,
+    }
+    counts.add(None, torch.tensor([1, 1], dtype=torch.int32))
+    counts.count("fallbacks:model_chain", 2)
+    totals = counts.totals()
+    assert [totals[name] for name in ON_DEVICE] == [3, 2, 6, 4]
+    assert server.take() == {"spec_emitted_tokens": 2, "spec_steps": 2, "fallbacks:model_chain": 2}
+    counts.reset()
+    counts.add(drafted, torch.tensor([2], dtype=torch.int32))
+    totals = counts.totals()
+    assert [totals[name] for name in ON_DEVICE] == [3, 1, 2, 1]
+
+
+def test_other_ranks_count_nothing(tmp_path: Path) -> None:
+    config = SimpleNamespace(parallel_config=SimpleNamespace(rank=1, data_parallel_index=0))
+    counts = Counts(config, torch.device("cpu"))
+    counts.begin_step()
+    counts.add(None, torch.ones(1, dtype=torch.int32))
+    counts.count("fallbacks:model_chain")
+    assert counts.totals() == {}

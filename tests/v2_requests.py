@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Requests of the V2 runner's tests."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+from vllm import SamplingParams
+
+
+def prompts(count: int, seed: int = 1) -> list[list[int]]:
+    """Token ids, some repeating themselves, some longer than a step's tokens."""
+    draw = random.Random(seed)
+    texts = []
+    for number in range(count):
+        words = [draw.randrange(20, 1000) for _ in range(draw.choice((3, 9, 21)))]
+        texts.append(words * (4 if number % 3 == 2 else 1))
+    return texts
+
+
+def generate(llm: Any, texts: list[list[int]], params: Any) -> list[Any]:
+    """All at once."""
+    return [
+        output.outputs[0]
+        for output in llm.generate([{"prompt_token_ids": text} for text in texts], params, use_tqdm=False)
+    ]
+
+
+def tokens(outputs: list[Any]) -> list[list[int]]:
+    return [list(output.token_ids) for output in outputs]
+
+
+def counters(llm: Any) -> dict[str, int]:
+    (totals,) = llm.collective_rpc("vllm_ext_counters")
+    result: dict[str, int] = totals
+    return result
+
+
+def sampling(**values: Any) -> SamplingParams:
+    return SamplingParams(**{"temperature": 0, "max_tokens": 20, "ignore_eos": True, **values})

@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which of vLLM's two model runners a method of ours runs on, and why.
+
+vLLM's own choice is V2 wherever there is Triton; its way for a drafter of the user's own leads back to V1, without
+asynchronous scheduling. What can draft on the device goes the other way. What cannot, and features that V2's form does
+not have yet, run on V1 as before: the same output, and the reason is logged.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from vllm_ext.config import Settings
+    from vllm_ext.rules import RuleSettings
+
+# Methods with a form that drafts on the device.
+ON_DEVICE = ("token_recycling",)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The runner of one engine."""
+
+    runner: Literal["V1", "V2"]
+    reason: str
+
+
+def vllms_own() -> Choice:
+    """What vLLM runs without our methods: by its environment variable, or by what it finds."""
+    import vllm.envs as envs
+
+    forced = envs.VLLM_USE_V2_MODEL_RUNNER
+    if not _has_triton():
+        return Choice("V1", "V2 needs Triton, which finds no driver for this platform")
+    if forced is not None:
+        return Choice("V2" if forced else "V1", f"VLLM_USE_V2_MODEL_RUNNER={int(forced)}")
+    return Choice("V2", "vLLM's default where there is Triton")
+
+
+def choose(args: Any, settings: Settings, ruled: RuleSettings | None, *, encoded_kv: bool) -> Choice:
+    """The runner for a method.
+
+    Args:
+        args: the engine's ``EngineArgs``.
+        settings: the method and its options.
+        ruled: sampling rules that go with it.
+        encoded_kv: the KV cache is encoded.
+    """
+    own = vllms_own()
+    if own.runner == "V1":
+        return own
+    options = settings.options
+    need_v1 = [] if ruled is None else ruled.need_v1
+    reasons = (
+        (settings.method not in ON_DEVICE, f"method {settings.method!r} drafts on the host, or with a model"),
+        (bool(need_v1), f"sampling rules {need_v1} go with it"),
+        (encoded_kv, "the KV cache is encoded"),
+        (options.state_dir is not None, "state_dir: what is learnt on the device is not saved yet"),
+        (args.scheduler_cls is not None, "scheduler_cls is set"),
+        (_has_v1_processors(args), "a logits processor has the V1 runner's interface"),
+        (bool(args.enable_lora), "LoRA is on"),
+        (getattr(args, "enable_batch_sharded_sampling", False), "enable_batch_sharded_sampling is on"),
+    )
+    for there, reason in reasons:
+        if there:
+            return Choice("V1", reason)
+    return Choice("V2", own.reason)
+
+
+def _has_triton() -> bool:
+    from vllm.triton_utils import HAS_TRITON
+
+    return bool(HAS_TRITON)
+
+
+def _has_v1_processors(args: Any) -> bool:
+    """Whether V2 would refuse what the user has named, or another package has registered."""
+    from vllm.v1.worker.gpu.sample.logits_processor import loader
+
+    try:
+        loader._load_v2_logitsprocs(args.logits_processors)
+    except ValueError:
+        return True
+    return False

@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's FlashAttention backend, and trees whose rows lie in buffers that stay."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
+
+import torch
+from vllm.v1.attention.backend import AttentionCGSupport
+from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend, FlashAttentionMetadataBuilder
+
+from vllm_ext import v1_attention_flash
+from vllm_ext.kernels.backends import Backend
+from vllm_ext.v2_attention_triton import TreeTritonAttentionImpl
+from vllm_ext.v2_speculator import BACKEND
+
+
+class TreeFlashAttentionImpl(v1_attention_flash.TreeFlashAttentionImpl):
+    """V1's, that moves keys and values of all layers at once."""
+
+    backend: ClassVar[Backend] = BACKEND
+
+    @classmethod
+    def kv_mover(cls, layers: Sequence[Any]) -> Callable[[torch.Tensor, torch.Tensor], None]:
+        """See `TreeAttention.kv_mover`; source and target are ``[requests, columns]``."""
+        return TreeTritonAttentionImpl.kv_mover(layers)
+
+
+class TreeFlashAttentionMetadataBuilder(FlashAttentionMetadataBuilder):  # type: ignore[misc]
+    """In CUDA graphs where all requests have as many rows: of mixed steps a graph would not see which have trees."""
+
+    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
+
+
+class TreeFlashAttentionBackend(FlashAttentionBackend):  # type: ignore[misc]
+    """vLLM's backend with the two above."""
+
+    @staticmethod
+    def get_impl_cls() -> type[Any]:
+        """See vLLM's ``AttentionBackend``."""
+        return TreeFlashAttentionImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[Any]:
+        """See vLLM's ``AttentionBackend``."""
+        return TreeFlashAttentionMetadataBuilder

@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's Triton attention backend, and trees whose rows lie in buffers that stay."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
+
+import torch
+from vllm.v1.attention.backend import AttentionCGSupport
+from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend, TritonAttentionMetadataBuilder
+
+from vllm_ext import v1_attention_triton
+from vllm_ext.kernels.backends import Backend
+from vllm_ext.kernels.path_move import Caches, move_paths
+from vllm_ext.v2_speculator import BACKEND
+
+
+class TreeTritonAttentionImpl(v1_attention_triton.TreeTritonAttentionImpl):
+    """V1's, that moves keys and values of all layers at once."""
+
+    backend: ClassVar[Backend] = BACKEND
+
+    @classmethod
+    def kv_mover(cls, layers: Sequence[Any]) -> Callable[[torch.Tensor, torch.Tensor], None]:
+        """See `TreeAttention.kv_mover`; source and target are ``[requests, columns]``."""
+        kinds: dict[Any, list[torch.Tensor]] = {}
+        for layer in layers:
+            cache = layer.kv_cache
+            kinds.setdefault((cache.shape, cache.dtype, cache.stride()), []).append(cache)
+        all_caches = [Caches(caches) for caches in kinds.values()]
+
+        def move(source: torch.Tensor, target: torch.Tensor) -> None:
+            for caches in all_caches:
+                move_paths(caches, source, target, BACKEND)
+
+        return move
+
+
+class TreeTritonAttentionMetadataBuilder(TritonAttentionMetadataBuilder):  # type: ignore[misc]
+    """In CUDA graphs where all requests have as many rows: of mixed steps a graph would not see which have trees."""
+
+    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
+
+
+class TreeTritonAttentionBackend(TritonAttentionBackend):  # type: ignore[misc]
+    """vLLM's backend with the two above."""
+
+    @staticmethod
+    def get_impl_cls() -> type[Any]:
+        """See vLLM's ``AttentionBackend``."""
+        return TreeTritonAttentionImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[Any]:
+        """See vLLM's ``AttentionBackend``."""
+        return TreeTritonAttentionMetadataBuilder

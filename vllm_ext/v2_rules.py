@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sampling rules as a logits processor of vLLM's V2 runner, without speculation and in the walk down a tree.
+
+Rules are functions of a row's tokens, which here are on the device: a step with a request under a rule waits for them,
+other steps do not. `v1_rules` says how vLLM comes by the class. Rules that note, keep or read more than tokens and
+logits need more of the engine than a logits processor has, and run on V1.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor
+
+from vllm_ext import rules, v1_rules
+from vllm_ext.rules import Asking, RuleSettings
+from vllm_ext.samplers.base import Asked, Row
+from vllm_ext.vocabulary import ModelVocabulary
+
+
+@dataclass(slots=True)
+class _Request:
+    """One that is under rules."""
+
+    asking: list[Asking]
+    asked: Asked
+    end: int
+    kept: dict[str, dict[int, Any]]  # by rule, see `Row.kept`
+    prompt: list[int] | None = None  # None: not read yet
+    output: list[int] | None = None  # what the host has read of it
+
+
+class RuleProcessor(LogitsProcessor):  # type: ignore[misc]  # vLLM is untyped to us
+    """The rules of one server; a subclass has their settings."""
+
+    settings: ClassVar[RuleSettings]
+
+    @classmethod
+    def validate_params(cls, sampling_params: Any) -> None:
+        """HTTP 400 for what the rules refuse."""
+        v1_rules.validate(cls.settings, sampling_params)
+
+    def __init__(self, vllm_config: Any, req_states: Any) -> None:
+        self._rules = rules.load(self.settings.as_json, ModelVocabulary.of(vllm_config.model_config))
+        self._states = req_states
+        self._requests: dict[int, _Request] = {}  # by slot
+
+    def is_under(self, slot: int) -> bool:
+        """Whether the request in a slot is under a rule."""
+        return slot in self._requests
+
+    def add_request(self, req_idx: int, sampling_params: Any) -> bool:
+        """See vLLM's; whether the request is under a rule."""
+        self._requests.pop(req_idx, None)
+        asking = self.settings.of_request(sampling_params)
+        if not asking:
+            return False
+        asked, end = rules.asked_of(sampling_params), sampling_params.eos_token_id
+        self._requests[req_idx] = _Request(asking, asked, end, {name: {} for name, _ in asking})
+        return True
+
+    def apply(self, logits: torch.Tensor, ctx: Any) -> torch.Tensor:
+        """See vLLM's: each request's rows stand behind each other, a chain."""
+        slots = [slot for slot in ctx.idx_mapping_np.tolist() if slot in self._requests]
+        if not slots:
+            return logits
+        self._read(slots)
+        row_slots, offsets = ctx.expanded_idx_mapping.tolist(), ctx.expanded_local_pos.tolist()
+        tokens = ctx.input_ids.tolist()
+        found: dict[str, dict[int, Row]] = {name: {} for name in self._rules}
+        for index, (slot, offset) in enumerate(zip(row_slots, offsets, strict=True)):
+            if (request := self._requests.get(slot)) is None:
+                continue
+            assert request.prompt is not None
+            assert request.output is not None
+            # The first row's token is the last one of the output; those behind it are drafts.
+            drafts = tokens[index - offset + 1 : index + 1]
+            if min(drafts, default=0) < 0:
+                continue  # behind the end of a path: nobody takes what is drawn there
+            output = request.output + drafts
+            for name, its in request.asking:
+                kept = request.kept[name]
+                row = Row(request.prompt, output, request.end, its, request.asked, kept=kept)
+                found[name][index] = row
+        for name, rows in found.items():
+            if rows:
+                place = torch.tensor(list(rows), device=logits.device)
+                part = logits[place]
+                self._rules[name].apply(part, list(rows.values()))
+                logits[place] = part
+        return logits
+
+    def _read(self, slots: list[int]) -> None:
+        """Catch up with the requests' tokens."""
+        lengths = self._states.total_len.gpu[slots].tolist()
+        for slot, length in zip(slots, lengths, strict=True):
+            request, text = self._requests[slot], self._states.all_token_ids.gpu[slot]
+            start = int(self._states.prompt_len.np[slot])
+            if request.prompt is None or request.output is None:
+                request.prompt, request.output = text[:start].tolist(), []
+            request.output += text[start + len(request.output) : length].tolist()
+
+
+def name_of(settings: RuleSettings) -> str:
+    """What to put in ``logits_processors``."""
+    return f"{__name__}:configured.x{settings.as_json.encode().hex()}"
+
+
+class _Configured:
+    """The classes that `name_of` names."""
+
+    def __getattr__(self, name: str) -> type[RuleProcessor]:
+        if not name.startswith("x"):
+            raise AttributeError(name)
+        return _class_of(bytes.fromhex(name[1:]).decode())
+
+
+@functools.cache
+def _class_of(settings: str) -> type[RuleProcessor]:
+    return type("RuleProcessor", (RuleProcessor,), {"settings": rules.parse(json.loads(settings))})
+
+
+configured = _Configured()

@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The V2 model runner, taught tree speculation, without a round trip to the host.
+
+vLLM's own steps stay as they are: it lays the drafts out as a chain of one root and ``num_speculative_tokens`` nodes.
+Four of its parts are given a subclass when they have been made; a step:
+
+1. the model state (`v2_model_state`) gives nodes their rotary positions and the metadata its trees;
+2. the rejection sampler (`v2_sampler`) samples every row and walks the tree;
+3. the KV of the accepted path moves into the slots a chain would have had, so that vLLM's rollback is right;
+4. the speculator (`v2_speculator`) grows the trees of the next step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from vllm.logger import init_logger
+
+from vllm_ext import v1_attention
+from vllm_ext.v2_model_state import TreeState
+from vllm_ext.v2_rules import RuleProcessor
+from vllm_ext.v2_sampler import LearningSampler, TreeVerifier
+from vllm_ext.v2_speculator import TreeSpeculator
+
+logger = init_logger("vllm.vllm_ext")
+
+NUM_STOCK_PROCESSORS = 3  # bias, penalties, bad words: vLLM's own come first
+
+
+class SpeculativeRunner:
+    """Mixin in front of vLLM's V2 runner class of any platform."""
+
+    # vLLM's.
+    speculator: TreeSpeculator
+    sampler: Any
+    rejection_sampler: Any
+    model_state: Any
+    req_states: Any
+    device: torch.device
+
+    # Of the caches there are: by KV group, what copies tokens between slots.
+    kv_movers: tuple[tuple[int, Callable[[torch.Tensor, torch.Tensor], None]], ...] = ()
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        """vLLM's; then the parts that it has made learn of trees."""
+        super().load_model(*args, **kwargs)  # type: ignore[misc]
+        runner: Any = self
+        _put_before(self.model_state, TreeState)
+        self.model_state.speculator = self.speculator
+        _put_before(self.sampler, LearningSampler)
+        self.sampler.speculator = self.speculator
+        self.rejection_sampler = TreeVerifier(
+            self.sampler, runner.speculative_config, self.device, self.speculator
+        )
+        drafter = self.speculator.drafter
+        logger.info(
+            "vllm-ext: %s holds %.2f MB of device memory", type(drafter).__name__, drafter.memory_bytes / 1e6
+        )
+
+    def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> None:
+        """After vLLM has bound the caches: find out whether this model can verify trees."""
+        super().initialize_kv_cache(*args, **kwargs)  # type: ignore[misc]
+        reason = self.speculator.chain_reason = self._chain_reason()
+        if reason is not None:
+            logger.warning(
+                "vllm-ext: drafting chains instead of trees: %s. Output is the same; `vllm-ext doctor` lists what "
+                "trees need.",
+                reason,
+            )
+            return
+        runner: Any = self
+        context = runner.compilation_config.static_forward_context
+        names = [name for groups in runner.attn_groups for group in groups for name in group.layer_names]
+        layers = [context[name] for name in names]
+        if layers and self.device.type == "cuda":  # the interpreter compiles nothing
+            v1_attention.warm_up(layers[0])
+            type(layers[0].impl).choose(layers)
+        self.kv_movers = tuple(self._make_kv_movers())
+
+    def _chain_reason(self) -> str | None:
+        runner: Any = self
+        if runner.model_config.uses_mrope or getattr(self.model_state, "rope_state", None) is not None:
+            return "multimodal rotary positions (M-RoPE) are not supported"
+        if runner.dcp_size > 1:
+            return f"decode_context_parallel_size={runner.dcp_size} is not supported"
+        if runner.pcp_manager is not None:
+            return "prefill context parallelism is not supported"
+        context = runner.compilation_config.static_forward_context
+        for groups in runner.attn_groups:
+            for group in groups:
+                for name in group.layer_names:
+                    if problem := v1_attention.layer_problem(context[name]):
+                        return problem
+        return None
+
+    def _make_kv_movers(self) -> Any:
+        """For each group of layers with caches of their own its KV group and what copies in it."""
+        runner: Any = self
+        context = runner.compilation_config.static_forward_context
+        for group_id, groups in enumerate(runner.attn_groups):
+            for group in groups:
+                layers = [context[name] for name in group.layer_names]
+                # Another layer's cache is moved with that layer.
+                layers = [layer for layer in layers if layer.impl.kv_sharing_target_layer_name is None]
+                if layers:
+                    yield group_id, layers[0].impl.kv_mover(layers)
+
+    def add_requests(self, scheduler_output: Any) -> None:
+        """vLLM's; then the drafter takes them in."""
+        self.speculator.counts.begin_step()
+        super().add_requests(scheduler_output)  # type: ignore[misc]
+        for request in scheduler_output.scheduled_new_reqs:
+            if request.sampling_params is not None:
+                slot = self.req_states.req_id_to_index[request.req_id]
+                self.speculator.admit(
+                    slot,
+                    request.sampling_params,
+                    len(request.prefill_token_ids),
+                    self._path_dependent(slot, request.sampling_params),
+                )
+        if scheduler_output.scheduled_new_reqs:
+            self.speculator.apply_staged_writes()
+
+    def _path_dependent(self, slot: int, params: Any) -> bool:
+        """Whether what a request samples depends on which tokens its output has, not only on how many."""
+        sampler = self.sampler
+        return bool(
+            sampler.penalties_state.use_penalty[slot]
+            or params.bad_words_token_ids
+            or params.thinking_token_budget is not None
+            or any(
+                processor.is_under(slot)
+                if isinstance(processor, RuleProcessor)
+                else sampler.needs_logits_processing[slot]  # of the user's own nobody knows
+                for processor in sampler.logits_processors[NUM_STOCK_PROCESSORS:]
+            )
+        )
+
+    def sample(self, hidden_states: torch.Tensor, input_batch: Any, grammar_output: Any) -> Any:
+        """vLLM's, then make the KV cache what it would be had the accepted path been a chain."""
+        result = super().sample(hidden_states, input_batch, grammar_output)  # type: ignore[misc]
+        if input_batch.num_draft_tokens:
+            self._settle(input_batch, result[1])
+            structured = self.speculator.structured[input_batch.idx_mapping_np]
+            self.speculator.counts.count("fallbacks:structured_output_chain", int(structured.sum()))
+            if self.speculator.chain_reason is not None:
+                self.speculator.counts.count("fallbacks:model_chain", input_batch.num_reqs)
+        return result
+
+    def _settle(self, input_batch: Any, num_sampled: torch.Tensor) -> None:
+        """Move the accepted paths' KV."""
+        path: torch.Tensor = self.rejection_sampler.path.to(torch.int64)
+        place = torch.arange(path.shape[1], device=path.device)
+        first_row = self.speculator.layout.first_row[: len(path), None]
+        on_path = place < num_sampled[:, None]
+        # What is not on it stays: the root's slot is no target.
+        source, target = torch.where(on_path, path, 0) + first_row, torch.where(on_path, place, 0) + first_row
+        for group_id, move in self.kv_movers:
+            slots = self.model_state.slot_mappings[group_id]
+            move(slots[source], slots[target])
+
+
+def install(runner: Any) -> None:
+    """Put the mixin in front of a constructed runner's class, and our speculator in the place of vLLM's.
+
+    The CPU worker builds its runner inline, so there is no method to override that returns it; giving the finished
+    object a subclass is the same for every platform and moves no state. Nothing has asked the speculator yet.
+    """
+    _put_before(runner, SpeculativeRunner)
+    runner.speculator = TreeSpeculator(runner.vllm_config, runner.device, runner.req_states)
+
+
+def _put_before(thing: Any, mixin: type[Any]) -> None:
+    base = type(thing)
+    thing.__class__ = type(f"{mixin.__name__}{base.__name__}", (mixin, base), {})

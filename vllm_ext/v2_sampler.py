@@ -1,0 +1,274 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Verification in the V2 runner: vLLM's own sampler on each row, then a walk along what it has drawn.
+
+vLLM keys a row's noise by seed and position, so a row samples what it would have sampled without speculation, whatever
+is sampled beside it: seeded output is the same token for token, and nothing waits for anything. Where a distribution
+depends on the tokens before it (penalties, bad words, a thinking budget, processors of the user's own), vLLM's code
+takes a request's rows for a chain. So such trees are sampled depth by depth, the path so far laid out as the chain it
+is.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.config.model import PROCESSED_LOGPROBS_MODES
+from vllm.v1.worker.gpu.input_batch import get_num_sampled_and_rejected
+from vllm.v1.worker.gpu.metrics.logits import get_num_nans
+from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
+from vllm.v1.worker.gpu.sample.output import SamplerOutput
+from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler, get_max_chunk_logits
+
+from vllm_ext.kernels.device_trees import walk
+from vllm_ext.v2_speculator import BACKEND, SLOW_DEPTH, TreeSpeculator
+
+REFUSED = -1  # in the place of the token of a row that must not be accepted
+UNKNOWN = -2  # in the place of what a row samples, as long as it has not
+
+
+class LearningSampler:
+    """Mixin in front of vLLM's sampler: of steps without drafts the drafter learns too."""
+
+    speculator: TreeSpeculator
+
+    def __call__(self, logits: torch.Tensor, input_batch: Any) -> Any:
+        """vLLM's."""
+        if input_batch.req_ids[0] in self.speculator.req_states.req_id_to_index:  # not one made up to warm up
+            rows = input_batch.logits_indices
+            known = self.speculator.not_structured[input_batch.idx_mapping]
+            self.speculator.learn(
+                logits, input_batch.input_ids[rows].to(torch.int64), known, known.to(torch.int32)
+            )
+            output = super().__call__(logits, input_batch)  # type: ignore[misc]
+            self.speculator.counts.add(None, output.num_sampled)
+            return output
+        return super().__call__(logits, input_batch)  # type: ignore[misc]
+
+
+class TreeVerifier(RejectionSampler):  # type: ignore[misc]  # vLLM is untyped to us
+    """A rejection sampler that rejects nothing: it samples, and looks whether the draft had it."""
+
+    def __init__(self, sampler: Any, config: Any, device: torch.device, speculator: TreeSpeculator) -> None:
+        super().__init__(sampler, config, device)
+        self._trees = speculator
+        # Of the step that is verified.
+        self._row = 0  # rows verified so far: of large batches part after part
+        self._request = 0
+        self._row_start: Any = None  # int32 [requests + 1], on the host
+        self._order: torch.Tensor | None = None  # of the part verified last, its rows with the path first
+        self.path = torch.empty(0)  # int32 [requests, 1 + nodes]
+        self.accepted = torch.empty(0)  # int32 [rows]
+
+    def __call__(
+        self, logits: torch.Tensor, input_batch: Any, draft_logits: Any = None, invalid_drafts: Any = None
+    ) -> SamplerOutput:
+        """vLLM's; ``draft_logits`` is None for all our methods."""
+        sampler, trees = self.sampler, self._trees
+        num_nans = get_num_nans(logits) if sampler.compute_nans else None
+        rows, slots = input_batch.logits_indices, input_batch.expanded_idx_mapping
+        offset = input_batch.expanded_local_pos
+        tokens, pos = input_batch.input_ids[rows].to(torch.int64), input_batch.positions[rows]
+        num_rows = len(tokens)
+        root = torch.arange(num_rows, device=tokens.device) - offset
+        parents = trees.layout.parents[:num_rows]
+        # Behind a root that is prompt vLLM puts rows that fill a graph up.
+        drafted = (parents >= 0) & (pos[root] >= sampler.req_states.prefill_len.gpu[slots])
+        allowed = drafted if invalid_drafts is None else drafted & ~invalid_drafts
+        width = 1 + trees.num_nodes
+        self._row = self._request = 0
+        self._row_start = input_batch.cu_num_logits_np
+        self.path = torch.empty((input_batch.num_reqs, width), dtype=torch.int32, device=tokens.device)
+        self.accepted = torch.empty(num_rows, dtype=torch.int32, device=tokens.device)
+        sampled, num_sampled, logprobs, masks = self._verify_in_chunks(
+            logits,
+            input_batch,
+            None,
+            tokens,
+            pos,
+            get_max_chunk_logits(logits.shape[1]),
+            sampler.sampling_states.max_num_logprobs(input_batch.idx_mapping_np),
+            torch.where(allowed, tokens, REFUSED),
+        )
+        num_sampled, num_rejected = get_num_sampled_and_rejected(
+            num_sampled,
+            input_batch.seq_lens,
+            input_batch.cu_num_logits,
+            input_batch.idx_mapping,
+            sampler.req_states.prefill_len.gpu,
+        )
+        known = (drafted | (offset == 0)) & trees.not_structured[slots]
+        trees.learn(logits, tokens, known, self.accepted)
+        groups = torch.where(drafted & known, trees.layout.groups[:num_rows], -1)
+        trees.drafter.judge(groups, root + parents.clamp(min=0), self.accepted)
+        trees.counts.add(drafted, num_sampled)
+        return SamplerOutput(
+            sampled_token_ids=sampled,
+            logprobs_tensors=logprobs,
+            num_nans=num_nans,
+            num_sampled=num_sampled,
+            num_rejected=num_rejected,
+            sampling_mask_tensors=masks,
+        )
+
+    def _verify(
+        self,
+        logits: torch.Tensor,
+        draft_logits: Any,
+        tokens: torch.Tensor,
+        pos: torch.Tensor,
+        row_start: torch.Tensor,
+        slots: torch.Tensor,
+        slots_np: Any,
+        row_slots: torch.Tensor,
+        offset: torch.Tensor,
+        seq_lens_np: Any,
+        matched: torch.Tensor,
+    ) -> tuple[torch.Tensor | None, torch.Tensor, torch.Tensor]:
+        """See the base class; the processed logits stand in the order of the path, as those of a chain do."""
+        trees, num_rows, num_requests = self._trees, len(tokens), len(slots)
+        rows = slice(self._row, self._row + num_rows)
+        requests = slice(self._request, self._request + num_requests)
+        self._row, self._request = rows.stop, requests.stop
+        path, accepted = self.path[requests], self.accepted[rows]
+        emitted = torch.empty(path.shape, dtype=torch.int64, device=tokens.device)
+        num_emitted = torch.empty(num_requests, dtype=torch.int32, device=tokens.device)
+        parents = trees.layout.parents[rows]
+
+        dependent = np.flatnonzero(trees.path_dependent[slots_np])
+        if len(dependent):
+            processed, sampled = self._sample_others(
+                requests, dependent, logits, row_slots, slots, slots_np, pos, tokens, offset, seq_lens_np
+            )
+        else:
+            processed, sampled = self._sample(
+                logits, row_slots, slots, slots_np, pos, tokens, offset, seq_lens_np
+            )
+
+        def follow() -> None:
+            walk(row_start, matched, parents, sampled, emitted, num_emitted, path, accepted, BACKEND)
+
+        if len(dependent):
+            picked = trees.to_device(dependent)
+            place = torch.arange(1 + SLOW_DEPTH, device=tokens.device)
+            first = row_start[:-1][picked].to(torch.int64)
+            for depth in range(1 + SLOW_DEPTH):
+                follow()
+                # The path so far of each; of one that has ended, what is behind does not matter and has no token.
+                chain = first[:, None] + torch.minimum(
+                    path[picked, : depth + 1], (row_start.diff() - 1)[picked, None]
+                )
+                flat = chain.flatten()
+                there = place[: depth + 1] < num_emitted[picked, None]
+                masked, drawn = self._sample(
+                    logits[flat],
+                    row_slots[flat],
+                    slots[picked],
+                    slots_np[dependent],
+                    pos[flat],
+                    torch.where(there.flatten(), tokens[flat], REFUSED),
+                    torch.arange(depth + 1, dtype=torch.int32, device=tokens.device).repeat(len(dependent)),
+                    seq_lens_np[dependent],
+                )
+                last = chain[:, -1]
+                goes_on = num_emitted[picked] == depth + 1
+                sampled[last] = torch.where(goes_on, drawn.view(-1, depth + 1)[:, -1], sampled[last])
+                if processed is not None:
+                    ends = masked.view(len(dependent), depth + 1, -1)[:, -1].to(processed.dtype)
+                    processed[last] = torch.where(goes_on[:, None], ends, processed[last])
+        follow()
+
+        own = torch.arange(num_rows, device=tokens.device)
+        request = torch.repeat_interleave(
+            torch.arange(num_requests, device=tokens.device), row_start.diff(), output_size=num_rows
+        )
+        self._order = (
+            own - offset + torch.minimum(path[request, offset.to(torch.int64)], row_start.diff()[request] - 1)
+        )
+        if self._reads_processed:
+            assert processed is not None
+            processed = processed[self._order]
+        return processed, emitted, num_emitted
+
+    def _sample_others(
+        self,
+        requests: slice,
+        dependent: Any,
+        logits: torch.Tensor,
+        row_slots: torch.Tensor,
+        slots: torch.Tensor,
+        slots_np: Any,
+        pos: torch.Tensor,
+        tokens: torch.Tensor,
+        offset: torch.Tensor,
+        seq_lens_np: Any,
+    ) -> tuple[torch.Tensor | None, torch.Tensor]:
+        """See `_sample`, for the requests whose rows do not depend on their path; UNKNOWN for the others'."""
+        processed = torch.empty_like(logits, dtype=torch.float32) if self._reads_processed else None
+        sampled = torch.full_like(tokens, UNKNOWN)
+        others = np.setdiff1d(np.arange(len(slots_np)), dependent)
+        if len(others):
+            start = self._row_start[requests.start : requests.stop + 1]
+            flat = self._trees.to_device(
+                np.concatenate([np.arange(start[i], start[i + 1]) for i in others]) - start[0]
+            )
+            picked = self._trees.to_device(others)
+            masked, sampled[flat] = self._sample(
+                logits[flat],
+                row_slots[flat],
+                slots[picked],
+                slots_np[others],
+                pos[flat],
+                tokens[flat],
+                offset[flat],
+                seq_lens_np[others],
+            )
+            if processed is not None:
+                processed[flat] = masked.to(processed.dtype)
+        return processed, sampled
+
+    def _sample(
+        self,
+        logits: torch.Tensor,
+        row_slots: torch.Tensor,
+        slots: torch.Tensor,
+        slots_np: Any,
+        pos: torch.Tensor,
+        tokens: torch.Tensor,
+        offset: torch.Tensor,
+        seq_lens_np: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """What vLLM's sampler makes of some rows, and the token that it draws for each."""
+        sampler = self.sampler
+        processed = sampler.apply_sampling_params(
+            logits, row_slots, slots, slots_np, pos, tokens, offset, seq_lens_np
+        )
+        sampled = gumbel_sample(
+            processed,
+            row_slots,
+            sampler.sampling_states.temperature.gpu,
+            sampler.sampling_states.seeds.gpu,
+            pos,
+            apply_temperature=False,
+            is_drafting=False,
+            use_fp64=sampler.use_fp64_gumbel,
+        )
+        return processed, sampled
+
+    def _get_logprobs_tensors(
+        self, sampled: Any, num_sampled: Any, logits: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> Any:
+        """vLLM's, which takes the rows for a chain."""
+        max_num_logprobs = args[-1]
+        if max_num_logprobs >= 0 and not self._processed_logprobs:
+            logits = logits[self._order]
+        return super()._get_logprobs_tensors(sampled, num_sampled, logits, *args, **kwargs)
+
+    @property
+    def _processed_logprobs(self) -> bool:
+        return self.sampler.logprobs_mode in PROCESSED_LOGPROBS_MODES
+
+    @property
+    def _reads_processed(self) -> bool:
+        return self._processed_logprobs or self.sampler.return_sampling_mask

@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's schedulers with the goodput budget of the V2 runner: how many nodes a step verifies.
+
+The scheduler sees what it needs without asking the device: when steps end, and how many tokens each request got.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler
+
+from vllm_ext.proposers.level_budget import LevelBudget, levels_of
+
+
+class Budgeted:
+    """Mixin in front of vLLM's scheduler class."""
+
+    # vLLM's.
+    running: list[Any]
+    num_spec_tokens: int
+    max_num_running_reqs: int
+    dynamic_sd_lookup: list[int] | None
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.budget = LevelBudget(levels_of(self.num_spec_tokens))
+        # What vLLM looks up by batch size: for each level a schedule with nothing else.
+        self._schedules = {level: [level] * (self.max_num_running_reqs + 1) for level in self.budget.levels}
+        self._scheduled: dict[int, float] = {}  # by the output's identity, when it was made
+        self._updated = 0.0
+
+    def schedule(self, *args: Any, **kwargs: Any) -> Any:
+        """vLLM's; the drafts that this step makes are as many as the budget says."""
+        self.dynamic_sd_lookup = self._schedules[self.budget.choose(max(len(self.running), 1))]
+        output = super().schedule(*args, **kwargs)  # type: ignore[misc]
+        self._scheduled[id(output)] = time.perf_counter()
+        return output
+
+    def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
+        """vLLM's; then the budget learns from the step."""
+        result = super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[misc]
+        now = time.perf_counter()
+        # Steps may overlap: one takes what lies between two ends, or less where the engine had nothing to do.
+        seconds = now - max(self._updated, self._scheduled.pop(id(scheduler_output), 0.0))
+        self._updated = now
+        drafts = scheduler_output.scheduled_spec_decode_tokens
+        lengths = scheduler_output.num_scheduled_tokens
+        nodes = {len(drafts.get(name, ())) for name in lengths}
+        if len(nodes) == 1 and all(count == 1 + len(drafts.get(name, ())) for name, count in lengths.items()):
+            emitted = sum(map(len, model_runner_output.sampled_token_ids or ()))
+            self.budget.observe(nodes.pop(), len(lengths), emitted, seconds)
+        else:
+            self.budget.interrupt()
+        return result
+
+
+class BudgetScheduler(Budgeted, Scheduler):  # type: ignore[misc]  # vLLM is untyped to us
+    """Where a step is scheduled when the last one's tokens are known."""
+
+
+class AsyncBudgetScheduler(Budgeted, AsyncScheduler):  # type: ignore[misc]
+    """Where steps are scheduled ahead."""

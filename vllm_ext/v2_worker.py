@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's own worker of this platform, with our V2 runner. Named in ``worker_cls`` where a method of ours runs on V2."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.platforms import current_platform
+
+from vllm_ext import compat, seams, v2_attention, v2_runner
+
+if current_platform.is_cpu():
+    from vllm.v1.worker.cpu_worker import CPUWorker as PlatformWorker
+else:
+    from vllm.v1.worker.gpu_worker import Worker as PlatformWorker
+
+
+class Worker(PlatformWorker):  # type: ignore[misc]  # vLLM is untyped to us
+    """See the file."""
+
+    def init_device(self) -> None:
+        """Refuse a vLLM that has moved before any model is loaded, then install the runner."""
+        compat.check_hooks(seams.V2_HOOKS)
+        v2_attention.register()
+        super().init_device()
+        v2_runner.install(self.model_runner)
+
+    def compile_or_warm_up_model(self) -> Any:
+        """vLLM's last step before serving; what the drafter learnt from made-up requests is forgotten."""
+        times = super().compile_or_warm_up_model()
+        speculator = self.model_runner.speculator
+        speculator.drafter.forget()
+        speculator.counts.reset()
+        return times
+
+    def vllm_ext_counters(self) -> dict[str, int]:
+        """This rank's totals since start-up, for ``LLM.collective_rpc``; empty on ranks that do not count."""
+        totals: dict[str, int] = self.model_runner.speculator.counts.totals()
+        return totals

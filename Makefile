@@ -4,24 +4,25 @@ PYTHON ?= python3.11
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
+# vLLM's V2 runner on a CPU: Triton finds a backend in the folder, and interprets what vLLM and we have written for it.
+V2 := PYTHONPATH=tests/v2_on_cpu TRITON_INTERPRET=1 VLLM_ENABLE_V1_MULTIPROCESSING=0
+
 export HF_HUB_OFFLINE := 1
 export VLLM_CPU_KVCACHE_SPACE ?= 1
 
-.PHONY: demo test lint bench venv clean
+.PHONY: demo test test-v2 kernels lint bench venv clean
 
 demo: $(INSTALLED)  ## plain vLLM beside Token Recycling: real server, real model, real prompts
 	$(BIN)/vllm-ext demo
 
-# An engine works on one core, so there are two lanes of engine tests, each bound to its own. What starts no engine
-# comes behind the shorter lane; the other one is shown when both are done.
 test: $(INSTALLED)  ## the whole test suite
-	@log=$$(mktemp); \
-	VLLM_CPU_OMP_THREADS_BIND=1 $(BIN)/python -m pytest -m "engine and not shared" >"$$log" 2>&1 & others=$$!; \
-	VLLM_CPU_OMP_THREADS_BIND=0 $(BIN)/python -m pytest -m "engine and shared"; shared=$$?; \
-	$(BIN)/python -m pytest -m "not engine"; rest=$$?; \
-	wait $$others; others=$$?; \
-	cat "$$log"; rm -f "$$log"; \
-	exit $$((shared | rest | others))
+	PYTHON=$(BIN)/python scripts/test.sh
+
+test-v2: $(INSTALLED)  ## vLLM's V2 model runner, in Triton's interpreter: a few minutes
+	$(V2) $(BIN)/python -m pytest -m v2
+
+kernels: $(INSTALLED)  ## every kernel beside its reference: error, time, share of what this machine can do
+	$(BIN)/python scripts/kernels
 
 lint: $(INSTALLED)  ## formatting, lint and types
 	$(BIN)/ruff format --check .

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import slices
+from distribution import BLOCK_SIZE
 from helpers import MAX_MODEL_LEN
 
 # Read by vLLM when it is imported and inherited by every engine the tests start.
@@ -31,6 +32,8 @@ ENGINE_OPTIONS: dict[str, Any] = {
     "max_num_seqs": 16,
     "enforce_eager": True,
     "disable_log_stats": False,
+    # 8,700 tokens of the model in float32. vLLM writes all of it at the start, and ten engines may live at once.
+    "kv_cache_memory_bytes": 384 << 20,
 }
 
 
@@ -38,6 +41,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--method",
         help="name or JSON object: what the engine tests test in the place of Token Recycling, see scripts/matrix.sh",
+    )
+    parser.addoption(
+        "--kv",
+        default='{"method": "kivi"}',
+        help="JSON object: how tests/engine/test_kv_cache_engine.py keep KV",
     )
 
 
@@ -96,6 +104,56 @@ def engine(model_dir: str, method: dict[str, Any] | None = None, **options: Any)
     llm.llm_engine.engine_core.shutdown(timeout=SHUTDOWN_SECONDS)
 
 
+V2_OPTIONS: dict[str, Any] = {
+    "dtype": "float32",
+    "max_model_len": 256,
+    "max_num_seqs": 4,
+    "enforce_eager": True,
+    "disable_log_stats": False,
+    # In this process: a test can put something in a step's way.
+    "distributed_executor_backend": "uni",
+    "block_size": 32,
+    "kv_cache_memory_bytes": 1 << 24,
+    "max_num_batched_tokens": 48,  # longer prompts are computed in chunks
+}
+V2_METHOD = {"method": "token_recycling", "num_speculative_tokens": 6, "budget": "fixed"}
+
+
+_v2_engines: list[Any] = []
+
+
+def v2_engine(v2_dir: str, method: dict[str, Any] | None = None, **options: Any) -> Any:
+    """An engine of this process, until that ends: the first to go takes vLLM's process groups from all others."""
+    from vllm import LLM
+
+    _v2_engines.append(LLM(v2_dir, speculative_config=method, **{**V2_OPTIONS, **options}))
+    return _v2_engines[-1]
+
+
+@pytest.fixture(scope="session")
+def v2_dir(model_dir: str, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Two layers of the model and few tokens: the interpreter takes a logits row in blocks."""
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        pytest.skip("vLLM's V2 runner needs Triton's interpreter here: make test-v2")
+    return slices.write(Path(model_dir), tmp_path_factory.mktemp("v2"), layers=2, vocabulary=1024)
+
+
+@pytest.fixture(scope="session")
+def v2_plain(v2_dir: str) -> Any:
+    """vLLM's V2 runner without speculation: the reference of its tests."""
+    from vllm_ext import v2_attention
+
+    # For both engines of this process, and before vLLM has looked for one: without trees it is vLLM's own.
+    v2_attention.register()
+    return v2_engine(v2_dir)
+
+
+@pytest.fixture(scope="session")
+def v2_trees(v2_dir: str, v2_plain: Any) -> Any:
+    """The same with our method."""
+    return v2_engine(v2_dir, V2_METHOD)
+
+
 @pytest.fixture(scope="session")
 def plain_llm(model_dir: str) -> Iterator[Any]:
     """A float32 engine without speculation: the reference of every comparison."""
@@ -105,7 +163,7 @@ def plain_llm(model_dir: str) -> Iterator[Any]:
 @pytest.fixture(scope="session")
 def plain_slice_llm(slice_dir: str) -> Iterator[Any]:
     """The same of the two layers."""
-    yield from engine(slice_dir)
+    yield from engine(slice_dir, block_size=BLOCK_SIZE)
 
 
 @pytest.fixture(scope="session")

@@ -15,6 +15,8 @@ from vllm import SamplingParams
 SAMPLES = 300
 PROMPTS = 2
 POSITIONS = (1, 2, 3, 4)  # the first token comes with the prompt, before any draft
+# Of engines that are sampled: prompts are shorter than the blocks that vLLM takes on a CPU, and are to be read once.
+BLOCK_SIZE = 32
 
 
 # The first is that of mutations: the flatter the distributions, the more often a draft is wrong.
@@ -23,7 +25,9 @@ TEMPERATURES = (2.0, 1.0, 0.7)
 
 def sample(llm: Any, count: int, temperature: float = TEMPERATURES[0]) -> list[Counter[tuple[int, int]]]:
     """For each prompt how often each token came at each position, as (position, token)."""
-    params = SamplingParams(temperature=temperature, top_k=8, n=count, max_tokens=6, ignore_eos=True)
+    params = SamplingParams(
+        temperature=temperature, top_k=8, n=count, max_tokens=1 + max(POSITIONS), ignore_eos=True
+    )
     messages = [[{"role": "user", "content": text}] for text in own_prompts()[:PROMPTS]]
     result = []
     for output in llm.chat(messages, params, use_tqdm=False):

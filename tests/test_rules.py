@@ -20,7 +20,7 @@ from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.sample.logits_processor import validate_logits_processors_parameters
 
-from vllm_ext import plugin, rules, v1_rules
+from vllm_ext import plugin, rules, runners, v1_rules
 from vllm_ext.cli import app
 from vllm_ext.kernels import trie
 from vllm_ext.samplers import trie_file
@@ -130,8 +130,8 @@ def test_arrays_that_cannot_be_read(slice_dir: str, tmp_path: Path, array: np.nd
     ("given", "says"),
     [
         (3, r'additional_config\["vllm_ext"\]=3 is not allowed; allowed: an object with \'rules\''),
-        ({"rule": {}}, r"unknown key 'rule'; known: 'rules', 'kv'"),
-        ({"speculation": {}}, r"unknown key 'speculation'; known: 'rules', 'kv'"),
+        ({"rule": {}}, r"unknown key 'rule'; known: 'rules', 'kv', 'structured_outputs'"),
+        ({"speculation": {}}, r"unknown key 'speculation'; known: 'rules', 'kv', 'structured_outputs'"),
         ({"rules": {}}, r'\["rules"\]=\{\} is not allowed; allowed: an object of rules: trie'),
         ({"rules": {"tri": {}}}, r"unknown rule 'tri'; known: trie"),
         (
@@ -159,9 +159,10 @@ def test_what_rules_do_not_work_with(slice_dir: str, made: Path, monkeypatch: py
     given = {"rules": {"trie": {"files": {"short": str(made)}}}}
     with pytest.raises(ValueError, match=r"speculative_config.method='ngram'.*Use one of vllm-ext's"):
         engine_config(slice_dir, given, speculative_config={"method": "ngram", "num_speculative_tokens": 3})
-    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
-    with pytest.raises(ValueError, match="set VLLM_USE_V2_MODEL_RUNNER=0"):
-        engine_config(slice_dir, given)
+    monkeypatch.setattr(runners, "_has_triton", lambda: True)  # as on CUDA, where V2 is vLLM's default
+    monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER", raising=False)
+    with pytest.raises(ValueError, match=r"'asap', 'awrs' do not work.*set VLLM_USE_V2_MODEL_RUNNER=0"):
+        engine_config(slice_dir, {"rules": {"asap": {}, "awrs": {}, **given["rules"]}})
 
 
 @pytest.mark.parametrize(

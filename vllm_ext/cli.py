@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -11,9 +12,12 @@ from rich.table import Table
 
 from vllm_ext import __version__
 from vllm_ext.bench_cli import bench_command, report_command
+from vllm_ext.console import errors_of
 from vllm_ext.datastore_cli import datastore_app
 from vllm_ext.demo_cli import demo_command
 from vllm_ext.guide_cli import caad_app, svdecode_app
+from vllm_ext.kv_cli import kv_app
+from vllm_ext.schema_cli import schema_command
 from vllm_ext.train_cli import train_app
 from vllm_ext.trie_cli import trie_app
 
@@ -27,8 +31,10 @@ app = typer.Typer(
 app.command("demo")(demo_command)
 app.command("bench")(bench_command)
 app.command("report")(report_command)
+app.command("schema")(schema_command)
 app.add_typer(datastore_app, name="datastore")
 app.add_typer(train_app, name="train")
+app.add_typer(kv_app, name="kv")
 app.add_typer(trie_app, name="trie")
 app.add_typer(caad_app, name="caad")
 app.add_typer(svdecode_app, name="svdecode")
@@ -81,14 +87,27 @@ def rules() -> None:
 
 
 @app.command()
-def doctor() -> None:
+def doctor(
+    vllm_files: Annotated[
+        Path | None,
+        typer.Option(
+            help="Instead, check our hooks against the Python files of a vLLM unpacked in this folder (it has the "
+            "folder vllm): nothing is imported."
+        ),
+    ] = None,
+) -> None:
     """Check this environment; exit 1, with the way out, when a method could not run in it."""
-    from vllm_ext.doctor import checks
+    from vllm_ext.doctor import checks, checks_of_files
 
     console = Console()
+    if vllm_files is not None:
+        with errors_of(console):
+            found = iter(list(checks_of_files(vllm_files)))
+    else:
+        found = checks()
     colours = {"ok": "green", "warn": "yellow", "fail": "red"}
     failed = 0
-    for check in checks():
+    for check in found:
         console.print(
             f"[{colours[check.status]}]{check.status:>4}[/]  {check.what}: {check.found}", highlight=False
         )
@@ -98,7 +117,7 @@ def doctor() -> None:
     if failed:
         console.print(f"[red]{failed} failed")
         raise typer.Exit(1)
-    console.print("[green]all methods can run here")
+    console.print("[green]all methods can run here" if vllm_files is None else "[green]nothing is missing")
 
 
 def main() -> None:

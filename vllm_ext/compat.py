@@ -1,19 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """What vllm-ext needs of the vLLM it finds: the version range, every symbol it uses, and what it refuses.
 
-The table below is the whole surface we touch. ``vllm-ext doctor`` prints it; a worker checks it before it
-loads a model, so that a vLLM that has moved gives a named refusal and not an error in mid-request.
+The table below is the surface that we touch with the V1 runner; `seams` has those of V2 and of CUDA's attention
+backends. ``vllm-ext doctor`` prints them; a worker checks its own before it loads a model, so that a vLLM that has
+moved gives a named refusal and not an error in mid-request.
 """
 
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from vllm_ext.rules import RuleSettings
+    from vllm_ext.runners import Choice
 
 # Tested versions. Also the extras in pyproject.toml.
 MIN_VERSION, BELOW_VERSION = "0.32", "0.34"
@@ -33,7 +36,7 @@ class Hook:
         try:
             found: Any = import_module(self.module)
             for part in self.name.split("."):
-                found = getattr(found, part)
+                found = _member(found, part)
         except (ImportError, AttributeError) as error:
             return f"missing ({error})"
         if self.parameters is None:
@@ -42,6 +45,14 @@ class Hook:
         if actual[: len(self.parameters)] != self.parameters:
             return f"signature ({', '.join(actual)}), expected ({', '.join(self.parameters)}, ...)"
         return None
+
+
+def _member(of: Any, name: str) -> Any:
+    """An attribute, or the annotation of a field that has no default."""
+    for base in of.__mro__ if isinstance(of, type) else ():
+        if name not in vars(base) and name in inspect.get_annotations(base):
+            return inspect.get_annotations(base)[name]
+    return getattr(of, name)
 
 
 _RUNNER = "vllm.v1.worker.gpu_model_runner"
@@ -150,6 +161,12 @@ HOOKS = (
         "puts tree attention in front of the platform's backend",
     ),
     Hook(
+        "vllm.model_executor.layers.attention_layer_base",
+        "AttentionLayerBase",
+        None,
+        "tells layers that attend from others",
+    ),
+    Hook(
         "vllm.v1.attention.backends.cpu_attn",
         "CPUAttentionBackendImpl.forward",
         ("self", "layer", "query", "key", "value", "kv_cache", "attn_metadata", "output"),
@@ -160,6 +177,24 @@ HOOKS = (
         "CPUAttentionBackendImpl.do_kv_cache_update",
         ("self", "layer", "key", "value", "kv_cache", "slot_mapping"),
         "writes the accepted path's KV",
+    ),
+    Hook(
+        "vllm.v1.core.single_type_kv_cache_manager",
+        "FullAttentionManager.remove_skipped_blocks",
+        ("self", "request_id", "processed_computed_tokens"),
+        "frees blocks that are read no more",
+    ),
+    Hook(
+        "vllm.v1.core.single_type_kv_cache_manager",
+        "FullAttentionManager.find_longest_cache_hit",
+        ("block_hashes", "max_length"),
+        "leaves a prompt's last tokens to be read",
+    ),
+    Hook(
+        "vllm.v1.core.single_type_kv_cache_manager",
+        "FullAttentionManager.cache_blocks",
+        ("self", "request", "num_tokens"),
+        "caches no blocks of answers that read less",
     ),
     Hook(
         "vllm.v1.core.single_type_kv_cache_manager",
@@ -338,16 +373,18 @@ def check_version() -> None:
         raise RuntimeError(f"vllm-ext: {problem}")
 
 
-def hook_problems() -> list[str]:
-    """One line for each symbol of the table that is missing or has changed."""
+def hook_problems(hooks: Sequence[Hook] | None = None) -> list[str]:
+    """One line for each symbol of the table that is missing or has changed. None: that of the V1 runner."""
     return [
-        f"{hook.module}.{hook.name}: {problem}" for hook in HOOKS if (problem := hook.problem()) is not None
+        f"{hook.module}.{hook.name}: {problem}"
+        for hook in (HOOKS if hooks is None else hooks)
+        if (problem := hook.problem()) is not None
     ]
 
 
-def check_hooks() -> None:
-    """Raise RuntimeError when this vLLM lacks a symbol we need."""
-    if problems := hook_problems():
+def check_hooks(hooks: Sequence[Hook] | None = None) -> None:
+    """Raise RuntimeError when this vLLM lacks a symbol of the table. None: that of the V1 runner."""
+    if problems := hook_problems(hooks):
         raise RuntimeError(
             f"vllm-ext does not fit vLLM {vllm_version()}: {'; '.join(problems)}. Install vllm "
             f">={MIN_VERSION},<{BELOW_VERSION}, or remove the method from --speculative-config."
@@ -360,8 +397,6 @@ def check_engine_args(args: Any, method: str) -> None:
     Raises:
         ValueError: naming the option, its value and the way out.
     """
-    import vllm.envs as envs
-
     refusals = (
         (
             args.pipeline_parallel_size > 1,
@@ -378,6 +413,23 @@ def check_engine_args(args: Any, method: str) -> None:
             f"worker_cls={args.worker_cls!r}",
             "must be 'auto': the method installs its own worker class.",
         ),
+    )
+    for refused, what, rule in refusals:
+        if refused:
+            raise ValueError(_refusal(method, what, rule))
+
+
+def check_runner(args: Any, method: str, choice: Choice) -> None:
+    """Refuse what the V1 runner cannot do, where the method runs on that.
+
+    Raises:
+        ValueError: naming the option, its value and the way out.
+    """
+    import vllm.envs as envs
+
+    if choice.runner == "V2":
+        return
+    refusals = (
         (
             args.async_scheduling is True,
             "async_scheduling=True",
@@ -386,7 +438,12 @@ def check_engine_args(args: Any, method: str) -> None:
         (
             bool(envs.VLLM_USE_V2_MODEL_RUNNER),
             "VLLM_USE_V2_MODEL_RUNNER=1",
-            "must be unset or 0: the method runs on vLLM's V1 model runner.",
+            f"must be unset or 0: the method runs on vLLM's V1 model runner ({choice.reason}).",
+        ),
+        (
+            args.watermark_config is not None,
+            "watermark_config",
+            f"must be unset: it needs the V2 model runner, and the method runs on V1 ({choice.reason}).",
         ),
     )
     for refused, what, rule in refusals:
@@ -400,15 +457,24 @@ def check_rules(args: Any) -> None:
     Raises:
         ValueError: naming the option, its value and the way out.
     """
-    import vllm.envs as envs
-
     if args.speculative_config:
         raise ValueError(
             f"sampling rules do not work with speculative_config.method={args.speculative_config.get('method')!r}: "
             "vLLM's own methods sample without logits processors. Use one of vllm-ext's (`vllm-ext methods`), or none."
         )
-    if envs.VLLM_USE_V2_MODEL_RUNNER:
-        raise ValueError(_V2_REFUSAL)
+
+
+def check_rules_runner(ruled: RuleSettings, on_v2: bool) -> None:
+    """Refuse rules that vLLM's V2 runner has no place for, where that runs.
+
+    Raises:
+        ValueError: naming the rules and the way out.
+    """
+    if on_v2 and ruled.need_v1:
+        raise ValueError(
+            f"sampling rules {', '.join(map(repr, ruled.need_v1))} do not work with vLLM's V2 model runner yet: set "
+            "VLLM_USE_V2_MODEL_RUNNER=0."
+        )
 
 
 def check_rules_classes(args: Any, ruled: RuleSettings) -> None:
@@ -435,7 +501,7 @@ def check_rules_classes(args: Any, ruled: RuleSettings) -> None:
             )
 
 
-def check_rules_config(vllm_config: Any, ruled: RuleSettings) -> None:
+def check_rules_config(vllm_config: Any, ruled: RuleSettings, on_v2: bool) -> None:
     """Refuse for sampling rules what only the finished config tells.
 
     Raises:
@@ -444,8 +510,11 @@ def check_rules_config(vllm_config: Any, ruled: RuleSettings) -> None:
     from vllm.tokenizers import cached_tokenizer_from_config
 
     model = vllm_config.model_config
-    if vllm_config.use_v2_model_runner:
-        raise ValueError(_V2_REFUSAL)
+    if vllm_config.use_v2_model_runner != on_v2:
+        raise ValueError(
+            f"sampling rules are ready for vLLM's {'V2' if on_v2 else 'V1'} model runner, and it runs the other: set "
+            "VLLM_USE_V2_MODEL_RUNNER=0."
+        )
     if model.runner_type != "generate":
         raise ValueError(
             f"sampling rules do not work with runner={model.runner_type!r}: it must be 'generate'. Remove the rules."
@@ -486,7 +555,7 @@ def check_scheduler(args: Any, method: str) -> None:
         )
 
 
-def check_vllm_config(vllm_config: Any, method: str) -> None:
+def check_vllm_config(vllm_config: Any, method: str, choice: Choice) -> None:
     """Refuse what only the finished config tells (offloading turns into a connector, a model into a pooler).
 
     Raises:
@@ -498,6 +567,17 @@ def check_vllm_config(vllm_config: Any, method: str) -> None:
         raise ValueError(
             _refusal(method, "a KV connector (kv_transfer_config or KV offloading)", "must be unset.")
         )
+    if vllm_config.use_v2_model_runner != (choice.runner == "V2"):
+        raise ValueError(
+            _refusal(
+                method,
+                "this configuration",
+                f"was made for the {choice.runner} model runner ({choice.reason}), and vLLM runs the other one. Set "
+                "VLLM_USE_V2_MODEL_RUNNER=0.",
+            )
+        )
+    if choice.runner == "V2" and vllm_config.watermark_config is not None:
+        raise ValueError(_refusal(method, "watermark_config", "must be unset: it has a sampler of its own."))
     if vllm_config.model_config.runner_type != "generate":
         raise ValueError(
             _refusal(
@@ -522,12 +602,6 @@ def check_vllm_config(vllm_config: Any, method: str) -> None:
         raise ValueError(
             _refusal(method, f"platform {current_platform.device_name!r}", "must be CPU, CUDA or ROCm.")
         )
-
-
-_V2_REFUSAL = (
-    "sampling rules do not work with vLLM's V2 model runner yet: set VLLM_USE_V2_MODEL_RUNNER=0, or use one of "
-    "vllm-ext's speculative methods, which run on the V1 runner."
-)
 
 
 def _refusal(method: str, what: str, rule: str) -> str:

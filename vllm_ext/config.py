@@ -17,7 +17,8 @@ from vllm_ext.proposers.base import MethodOptions, Proposer
 from vllm_ext.proposers.registry import METHODS, load_method, unknown_method
 
 ADDITIONAL_CONFIG_KEY = "vllm_ext"
-SPECULATION, RULES, KV = "speculation", "rules", "kv"  # keys under that; the first is ours alone to write
+# Keys under that; the first is ours alone to write.
+SPECULATION, RULES, KV, STRUCTURED_OUTPUTS = "speculation", "rules", "kv", "structured_outputs"
 
 
 @dataclass(frozen=True)
@@ -110,9 +111,11 @@ def option_rows(options: type[BaseModel]) -> list[tuple[str, str, str, str]]:
     rows = []
     schema = options.model_json_schema()["properties"]
     for name, field in schema.items():
-        low, high = field.get("minimum"), field.get("maximum")
-        types = [choice["type"] for choice in field.get("anyOf", [field])]
-        allowed = " or ".join(types) + (f", {low} to {high}" if low is not None else "")
+        choices = field.get("anyOf", [field])
+        allowed = " or ".join(choice["type"] for choice in choices)
+        low, high = choices[0].get("minimum"), choices[0].get("maximum")
+        if low is not None:
+            allowed += f", at least {low}" if high is None else f", {low} to {high}"
         if "enum" in field:
             allowed = " or ".join(map(repr, field["enum"]))
         default = str(field["default"]) if "default" in field else "required"

@@ -10,9 +10,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import metadata
 from importlib.util import find_spec
-from typing import Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
 
 from vllm_ext import __version__, cpu
+
+if TYPE_CHECKING:
+    from vllm_ext import compat
 
 Status = Literal["ok", "warn", "fail"]
 
@@ -27,6 +31,11 @@ class Check:
     way_out: str = ""
 
 
+# What is lost where a symbol of a table is missing, and the way out beside another vLLM.
+WITHOUT_V2 = "or set VLLM_USE_V2_MODEL_RUNNER=0: methods run on V1 as well"
+WITHOUT_CUDA = "or use a CPU"
+
+
 def checks() -> Iterator[Check]:
     """All checks, in the order a missing one explains the next; ends where vLLM is missing."""
     yield from _python()
@@ -35,6 +44,7 @@ def checks() -> Iterator[Check]:
         yield Check("fail", "vLLM", "not installed", "pip install 'vllm-ext[cuda]' or 'vllm-ext[cpu]'")
         return
     yield from _vllm()
+    yield from _seams()
     yield from _kernels()
     yield from _trees()
     yield from _runtime()
@@ -100,21 +110,37 @@ def _vllm() -> Iterator[Check]:
     yield Check(
         "ok" if known else "fail", "platform", name, "" if known else "CPU, CUDA and ROCm are supported"
     )
-    forced_v2 = os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1"
-    yield Check(
-        "fail" if forced_v2 else "ok",
-        "runner",
-        "V2 forced by VLLM_USE_V2_MODEL_RUNNER=1" if forced_v2 else "V1 (vLLM chooses it for our methods)",
-        "unset VLLM_USE_V2_MODEL_RUNNER" if forced_v2 else "",
-    )
-    for hook in compat.HOOKS:
-        problem = hook.problem()
+    yield from _runners()
+
+
+def _runners() -> Iterator[Check]:
+    """Which of vLLM's model runners each method runs on, and what that costs."""
+    from vllm_ext import runners
+
+    own = runners.vllms_own()
+    forced = os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1"
+    device = ", ".join(runners.ON_DEVICE)
+    if own.runner == "V2":
         yield Check(
-            "fail" if problem else "ok",
-            "seam",
-            f"{hook.name}: {problem or hook.why}",
-            f"install vllm >={compat.MIN_VERSION},<{compat.BELOW_VERSION}" if problem else "",
+            "warn",
+            "runner V2",
+            f"{device}: {own.reason}; drafts stay on the device, async scheduling stays on",
+            "never run on a GPU yet: please report what you see; VLLM_USE_V2_MODEL_RUNNER=0 takes V1 instead",
         )
+        yield Check(
+            "fail" if forced else "ok",
+            "runner V1",
+            "all other methods, rules that report, learn or steer, encoded KV caches, state_dir, LoRA: they draft on "
+            "the host, or have no form for V2 yet. It costs async scheduling",
+            "unset VLLM_USE_V2_MODEL_RUNNER for these" if forced else "",
+        )
+        return
+    yield Check(
+        "fail" if forced else "ok",
+        "runner V1",
+        f"all methods: {own.reason}",
+        "unset VLLM_USE_V2_MODEL_RUNNER" if forced else "",
+    )
 
 
 def _kernels() -> Iterator[Check]:
@@ -155,7 +181,7 @@ def _trees() -> Iterator[Check]:
         yield Check(
             "warn",
             "trees",
-            f"with --attention-backend TRITON_ATTN only; with another {chains}",
+            f"with --attention-backend FLASH_ATTN or TRITON_ATTN; with another {chains}",
             "never run on a GPU yet: please report what you see",
         )
     yield Check(
@@ -194,3 +220,47 @@ def _model_cache() -> Iterator[Check]:
         yield Check("warn", "demo model", f"{folder} is half-written", "`vllm-ext demo` makes it again")
     else:
         yield Check("ok", "demo model", "not unpacked yet (`vllm-ext demo` does it)")
+
+
+def _seams() -> Iterator[Check]:
+    from vllm_ext import seams
+
+    for table, hooks in seams.TABLES.items():
+        for hook in hooks:
+            yield _seam(table, hook, hook.problem())
+
+
+def _seam(table: str, hook: compat.Hook, problem: str | None) -> Check:
+    """The line of one symbol. Without a symbol of V1 no method runs; without one of another table some do."""
+    from vllm_ext import compat
+
+    way_out = f"install vllm >={compat.MIN_VERSION},<{compat.BELOW_VERSION}"
+    way_out = ", ".join([way_out, *{"V2": [WITHOUT_V2], "CUDA": [WITHOUT_CUDA]}.get(table, [])])
+    return Check(
+        ("fail" if table == "V1" else "warn") if problem else "ok",
+        f"seam {table}",
+        f"{hook.name}: {problem or hook.why}",
+        way_out if problem else "",
+    )
+
+
+def checks_of_files(folder: Path) -> Iterator[Check]:
+    """The seams alone, of a vLLM that is unpacked there and not imported.
+
+    Raises:
+        ValueError: there is none.
+    """
+    from vllm_ext import compat, seam_files, seams
+
+    files = seam_files.Files(folder)
+    problem = compat.version_problem(files.version())
+    yield Check("fail" if problem else "ok", "vLLM", f"{files.version()} in {folder}", problem or "")
+    for table, hooks in seams.TABLES.items():
+        for hook in hooks:
+            yield _seam(table, hook, files.problem(hook))
+    taken = list(seam_files.imports(Path(__file__).parent))
+    missing = [(file, module, name) for file, module, name in taken if not files.has(module, name)]
+    for file, module, name in missing:
+        yield Check("fail", "import", f"{name} of {module}, in {file}: missing", "report this")
+    if not missing:
+        yield Check("ok", "import", f"all {len(taken)} names that our files import are there")

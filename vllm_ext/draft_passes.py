@@ -158,6 +158,7 @@ class DraftPasses(ABC):
             num_past=self._to(past),
             context_len=self._to(np.array([growth.context for growth in requests], np.int32)),
             parents=self._to(np.concatenate([np.array(growth.parents, np.int32) for growth in requests])),
+            max_rows=int(rows.max()),
         )
         metadata = SimpleNamespace(**{v1_attention.TREES: v1_attention.TreeMetadata(trees, None, None)})
         return self._forward(

@@ -11,12 +11,12 @@ from typing import Any
 FALL_ASLEEP_SECONDS = 0.2
 
 
-def allow_all_sampling_parameters(drafter_class: str) -> None:
+def allow_all_sampling_parameters(*drafters: str) -> None:
     """Let requests use ``min_p`` and ``logit_bias`` next to our methods. Idempotent.
 
     vLLM refuses them next to any speculation, because its rejection sampler does not apply them to draft
     rows; the check is a method of SamplingParams that asks nobody. Ours verifies with the stock sampler,
-    which does. Engines without ``drafter_class`` keep vLLM's check.
+    which does. Engines whose speculative model is none of ``drafters`` keep vLLM's check.
     """
     from vllm.sampling_params import SamplingParams
 
@@ -26,7 +26,7 @@ def allow_all_sampling_parameters(drafter_class: str) -> None:
 
     @functools.wraps(original)
     def _validate_spec_decode(self: Any, speculative_config: Any) -> None:
-        if speculative_config is None or speculative_config.model != drafter_class:
+        if speculative_config is None or speculative_config.model not in drafters:
             original(self, speculative_config)
 
     SamplingParams._validate_spec_decode = _validate_spec_decode
@@ -69,11 +69,12 @@ def let_engines_save(seconds: float) -> None:
     utils.get_engine_process_shutdown_timeout = get_engine_process_shutdown_timeout
 
 
-def read_prompts() -> None:
-    """Let rules with twins see a request's prompt where it is taken in, so that they can refuse it. Idempotent.
+def read_requests() -> None:
+    """Let rules with twins see a request's prompt, and strict servers its schema, where it is taken in. Idempotent.
 
-    vLLM asks logits processors about a request's parameters alone, and knows no other place before the engine, where it
-    is too late for an HTTP 400. Engines without such rules, and requests that are under none, are as before.
+    That is where they can refuse it with an HTTP 400. vLLM asks logits processors about a request's parameters alone,
+    takes none of V1 next to its own speculation nor on its V2 runner, and knows no other place before the engine.
+    Engines without such rules that are not strict, and requests that are under none, are as before.
     """
     from vllm.v1.engine.input_processor import InputProcessor
 
@@ -83,9 +84,10 @@ def read_prompts() -> None:
 
     @functools.wraps(original)
     def process_inputs(self: Any, *args: Any, **kwargs: Any) -> Any:
-        from vllm_ext import twins
+        from vllm_ext import structured_outputs, twins
 
         request = original(self, *args, **kwargs)
+        structured_outputs.check_request(self.vllm_config, request)
         twins.prepare(self.vllm_config, request)
         return request
 

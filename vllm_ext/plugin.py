@@ -3,7 +3,8 @@
 
 ``register()`` wraps ``EngineArgs.create_engine_config`` and does nothing else. vLLM's ``method`` is a closed
 Literal and its registries start behind it, so this is the one place where our method names can enter; the
-wrapper turns them into vLLM's own ``custom_class`` and a ``worker_cls``, both official options.
+wrapper turns them into official options: a ``worker_cls``, and a method of vLLM's own, which is ``custom_class`` for
+its V1 runner and for V2, which has no such, the smallest that it drafts with on the device.
 """
 
 from __future__ import annotations
@@ -19,10 +20,18 @@ from vllm_ext import __version__
 if TYPE_CHECKING:
     from vllm_ext.config import Settings
     from vllm_ext.rules import RuleSettings
+    from vllm_ext.runners import Choice
 
 # What vLLM loads as its custom_class drafter, and what drives it.
 DRAFTER_CLASS = "vllm_ext.v1_drafter.Drafter"
 WORKER_CLASS = "vllm_ext.v1_worker.Worker"
+# V2's: names no file; it tells an engine of ours from one with vLLM's n-gram method.
+MANY_REQUESTS = 1 << 20  # where the engine has not been told how many
+DEVICE_METHOD, DEVICE_DRAFTER = "ngram_gpu", "vllm_ext.v2_speculator.TreeSpeculator"
+# Of the goodput budget; vLLM's class for steps that are scheduled ahead is another.
+V2_SCHEDULER_CLASS = "vllm_ext.v2_scheduler.BudgetScheduler"
+V2_ASYNC_SCHEDULER_CLASS = "vllm_ext.v2_scheduler.AsyncBudgetScheduler"
+V2_WORKER_CLASS = "vllm_ext.v2_worker.Worker"
 EXECUTOR_CLASS = "vllm_ext.v1_executor.Executor"
 SCHEDULER_CLASS = "vllm_ext.v1_scheduler.Scheduler"  # of methods that draft with a model
 # Of rules that report or learn, where no method of ours runs.
@@ -67,15 +76,13 @@ def _create_engine_config(original: Any, engine_args: Any, *args: Any, **kwargs:
 
     from vllm.logger import init_logger
 
-    from vllm_ext import compat, kv_cache, patches, rules
+    from vllm_ext import compat, kv_cache, patches, rules, runners, structured_outputs
 
     compat.check_version()
     logger = init_logger("vllm.vllm_ext")
     rewritten: dict[str, Any] = {}
     ruled = rules.from_config(engine_args)
     if ruled is not None:
-        from vllm_ext import v1_rules
-
         ruled = _with_folders(ruled)
         rewritten["additional_config"] = {
             **engine_args.additional_config,
@@ -88,18 +95,35 @@ def _create_engine_config(original: Any, engine_args: Any, *args: Any, **kwargs:
         if not speculates:
             compat.check_rules(engine_args)
         compat.check_rules_classes(engine_args, ruled)
-        rewritten["logits_processors"] = [*(engine_args.logits_processors or ()), v1_rules.name_of(ruled)]
         rewritten |= _for_rules(engine_args, ruled)
-    settings = None
+    strict = structured_outputs.is_strict(engine_args)
+    settings = choice = None
+    kv = kv_cache.from_config(engine_args)
     if speculates:
         settings = _settings(engine_args)
-        rewritten |= _as_custom_class(engine_args, settings, ruled)
-    kv = kv_cache.from_config(engine_args)
+        choice = runners.choose(engine_args, settings, ruled, encoded_kv=kv is not None)
+        compat.check_runner(engine_args, settings.method, choice)
+        if choice.runner == "V2":
+            rewritten |= _as_device_method(engine_args, settings, ruled)
+        else:
+            rewritten |= _as_custom_class(engine_args, settings, ruled)
+    on_v2 = (choice or runners.vllms_own()).runner == "V2"
+    if ruled is not None:
+        compat.check_rules_runner(ruled, on_v2)
+        processors = [*(engine_args.logits_processors or ()), _processor_of(ruled, on_v2)]
+        rewritten["logits_processors"] = processors
     if kv is not None:
-        kv_cache.check_engine_args(engine_args, ruled is not None and ruled.companion is not None, settings)
+        companion = ruled is not None and ruled.companion is not None
+        kv_cache.check_engine_args(engine_args, kv, companion, settings)
         rewritten.setdefault("worker_cls", KV_WORKER_CLASS)
+        if kv.answers_read_less:
+            rewritten.setdefault("scheduler_cls", RULES_SCHEDULER_CLASS)
+            rewritten["async_scheduling"] = False  # vLLM's scheduler for that is another
         if engine_args.block_size is None:
-            rewritten["block_size"] = kv_cache.BLOCK_SIZE
+            rewritten["block_size"] = kv.block_size
+        if not kv.caches_prefixes:
+            rewritten["enable_prefix_caching"] = False
+            logger.info("vllm-ext: no prefix caching: KV method %s changes blocks that are full", kv.method)
     # The caller's EngineArgs keep what the user wrote, so that a second call sees the same.
     saved = {name: getattr(engine_args, name) for name in rewritten}
     for name, value in rewritten.items():
@@ -110,25 +134,42 @@ def _create_engine_config(original: Any, engine_args: Any, *args: Any, **kwargs:
         for name, value in saved.items():
             setattr(engine_args, name, value)
     if ruled is not None:
-        _check_rules(vllm_config, ruled)
+        _check_rules(vllm_config, ruled, on_v2)
         if ruled.twins:
             from vllm_ext import twins
 
-            patches.read_prompts()
+            patches.read_requests()
             twins.pieces_of(vllm_config)
         logger.info("vllm-ext %s: sampling rules %s", __version__, ruled.as_json)
     if kv is not None:
         kv_cache.check_vllm_config(vllm_config, kv)
         logger.info("vllm-ext %s: KV cache by %s", __version__, kv)
-    if settings is not None:
-        _check_method(vllm_config, settings)
-        patches.allow_all_sampling_parameters(DRAFTER_CLASS)
+    if strict:
+        if warning := structured_outputs.check_vllm_config(vllm_config):
+            logger.warning("vllm-ext: %s", warning)
+        patches.read_requests()
+        logger.info("vllm-ext %s: structured output is strict", __version__)
+    if settings is not None and choice is not None:
+        _check_method(vllm_config, settings, choice)
+        patches.allow_all_sampling_parameters(DRAFTER_CLASS, DEVICE_DRAFTER)
         # Not before: vLLM chooses one itself, and knows its own by name while it does.
-        if vllm_config.parallel_config.distributed_executor_backend == "mp":
+        if choice.runner == "V1" and vllm_config.parallel_config.distributed_executor_backend == "mp":
             vllm_config.parallel_config.distributed_executor_backend = EXECUTOR_CLASS
+        if vllm_config.speculative_config.num_speculative_tokens_per_batch_size is not None:
+            ahead = vllm_config.scheduler_config.async_scheduling
+            scheduler_class = V2_ASYNC_SCHEDULER_CLASS if ahead else V2_SCHEDULER_CLASS
+            vllm_config.scheduler_config.scheduler_cls = scheduler_class
+        elif choice.runner == "V2" and settings.options.budget == "goodput":
+            logger.warning(
+                "vllm-ext: budget='goodput' has no effect with data_parallel_size=%d on the V2 model runner: ranks "
+                "must have equally many drafts. Each step verifies num_speculative_tokens=%d.",
+                vllm_config.parallel_config.data_parallel_size,
+                settings.options.num_speculative_tokens,
+            )
         # Our counters are a file named after the instance; vLLM's own five hex digits could meet on a busy host.
         vllm_config.instance_id = uuid.uuid4().hex
         logger.info("vllm-ext %s: speculative method %s", __version__, settings)
+        logger.info("vllm-ext: model runner %s: %s", choice.runner, choice.reason)
     return vllm_config
 
 
@@ -159,8 +200,37 @@ def _settings(engine_args: Any) -> Settings:
     return settings
 
 
+def _as_device_method(engine_args: Any, settings: Settings, ruled: RuleSettings | None) -> dict[str, Any]:
+    """The engine's own options that make its V2 runner run a method of ours."""
+    from vllm_ext import config
+    from vllm_ext.proposers import level_budget
+
+    nodes = settings.options.num_speculative_tokens
+    speculative_config = {
+        "method": DEVICE_METHOD,
+        "model": DEVICE_DRAFTER,
+        "num_speculative_tokens": nodes,
+    }
+    if settings.options.budget == "goodput":
+        most = engine_args.max_num_seqs or MANY_REQUESTS
+        speculative_config["num_speculative_tokens_per_batch_size"] = level_budget.by_batch_size(nodes, most)
+    return {
+        "speculative_config": speculative_config,
+        "spec_tokens": None,
+        "additional_config": {
+            **(engine_args.additional_config or {}),
+            config.ADDITIONAL_CONFIG_KEY: {
+                **config.ours(engine_args),
+                **({} if ruled is None else {config.RULES: json.loads(ruled.as_json)}),
+                config.SPECULATION: settings.to_additional_config(),
+            },
+        },
+        "worker_cls": V2_WORKER_CLASS,
+    }
+
+
 def _as_custom_class(engine_args: Any, settings: Settings, ruled: RuleSettings | None) -> dict[str, Any]:
-    """The engine's own options that make it run a method of ours."""
+    """The engine's own options that make its V1 runner run a method of ours."""
     from vllm_ext import config, grammars
     from vllm_ext.proposers.draft_model import PassOptions
 
@@ -190,6 +260,17 @@ def _as_custom_class(engine_args: Any, settings: Settings, ruled: RuleSettings |
     return options
 
 
+def _processor_of(ruled: RuleSettings, on_v2: bool) -> str:
+    """What vLLM loads as a logits processor; its runners have different interfaces."""
+    if on_v2:
+        from vllm_ext import v2_rules
+
+        return v2_rules.name_of(ruled)
+    from vllm_ext import v1_rules
+
+    return v1_rules.name_of(ruled)
+
+
 def _with_folders(ruled: RuleSettings) -> RuleSettings:
     """The rules that were asked for, their folders made."""
     from vllm_ext import patches, state
@@ -216,13 +297,13 @@ def _for_rules(engine_args: Any, ruled: RuleSettings) -> dict[str, Any]:
     return options
 
 
-def _check_method(vllm_config: Any, settings: Settings) -> None:
+def _check_method(vllm_config: Any, settings: Settings, choice: Choice) -> None:
     """What only the finished configuration tells of a method."""
     from vllm_ext import compat
     from vllm_ext.proposers.draft_model import DraftModelOptions
     from vllm_ext.proposers.self_draft import SelfDraftOptions
 
-    compat.check_vllm_config(vllm_config, settings.method)
+    compat.check_vllm_config(vllm_config, settings.method, choice)
     settings.proposer_class.check(settings.options, *_vocabulary(vllm_config))
     if isinstance(settings.options, DraftModelOptions):
         from vllm_ext import companion_load
@@ -234,11 +315,11 @@ def _check_method(vllm_config: Any, settings: Settings) -> None:
         layer_slices.check(vllm_config, settings)
 
 
-def _check_rules(vllm_config: Any, ruled: RuleSettings) -> None:
+def _check_rules(vllm_config: Any, ruled: RuleSettings, on_v2: bool) -> None:
     """What only the finished configuration tells of rules."""
     from vllm_ext import compat, rules
 
-    compat.check_rules_config(vllm_config, ruled)
+    compat.check_rules_config(vllm_config, ruled, on_v2)
     ruled.check(*_vocabulary(vllm_config), vllm_config.model_config.get_total_num_hidden_layers())
     for name, options in ruled.options.items():
         if (file := getattr(options, "file", None)) is not None:

@@ -111,6 +111,14 @@ class RuleSettings:
             )
         return next(iter(asked.values()), None)
 
+    @property
+    def need_v1(self) -> list[str]:
+        """Rules that do more than read tokens and change logits: vLLM's V2 runner has no place for that yet."""
+        rule = {name: load_rule(name) for name in self.options}
+        return [
+            name for name, its in rule.items() if its.reports or issubclass(its, (LearningRule, SteeringRule))
+        ]
+
     @functools.cached_property
     def pauses(self) -> bool:
         """Whether a rule can put tokens off."""
@@ -309,8 +317,9 @@ def from_config(engine_args: Any) -> RuleSettings | None:
     ours = config.ours(engine_args)
     if not isinstance(ours, Mapping):
         raise ValueError(f"{FIELD}={ours!r} is not allowed; allowed: an object with {config.RULES!r}.")
-    if unknown := [key for key in ours if key not in (config.RULES, config.KV)]:
-        raise ValueError(f"{FIELD}: unknown key {unknown[0]!r}; known: {config.RULES!r}, {config.KV!r}.")
+    known = (config.RULES, config.KV, config.STRUCTURED_OUTPUTS)
+    if unknown := [key for key in ours if key not in known]:
+        raise ValueError(f"{FIELD}: unknown key {unknown[0]!r}; known: {', '.join(map(repr, known))}.")
     return parse(ours[config.RULES]) if config.RULES in ours else None
 
 

@@ -11,9 +11,11 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from vllm.v1.attention.backend import AttentionType
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.v1.attention.backend import AttentionCGSupport, AttentionType
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
+from vllm_ext.kernels.backends import Backend
 from vllm_ext.kernels.kv_layouts import tokens_at
 from vllm_ext.kernels.tree_attention import TreeRows, tree_attention
 
@@ -27,7 +29,9 @@ class TreeMetadata:
 
     rows: TreeRows
     stock: Any  # vLLM's metadata of the other requests; None when there are none
-    stock_rows: torch.Tensor | None  # int64: their query rows
+    stock_rows: torch.Tensor | slice | None  # int64: their query rows
+    # int64: those of the trees; None: the first of the query, in order
+    own_rows: torch.Tensor | slice | None = None
 
 
 class TreeAttention:
@@ -35,6 +39,7 @@ class TreeAttention:
 
     # Whether chains and requests without drafts go by our kernel too, prompts left out.
     takes_decoding: ClassVar[bool] = False
+    backend: ClassVar[Backend] = "auto"  # of our kernel
     scale: float
     attn_type: str
 
@@ -98,37 +103,102 @@ class TreeAttention:
             return result
         if trees.stock is not None:
             rows = trees.stock_rows
-            part = output.new_empty((len(rows), *output.shape[1:]))  # type: ignore[arg-type]
+            part = torch.empty_like(output[rows])
             stock.forward(
                 layer, query[rows], key[rows], value[rows], kv_cache, trees.stock, part, *args, **kwargs
             )
             output[rows] = part
-        tree_attention(query, *self.kv_views(layer, kv_cache), output, trees.rows, self.scale)
+        self.attend_trees(layer, query, kv_cache, output, trees, attn_metadata)
         return output
+
+    def attend_trees(
+        self,
+        layer: Any,
+        query: torch.Tensor,
+        kv_cache: torch.Tensor,
+        output: torch.Tensor,
+        trees: TreeMetadata,
+        attn_metadata: Any,
+    ) -> None:
+        """The trees' part of `forward`; their keys and values are in the cache."""
+        tree_attention(query, *self.kv_views(layer, kv_cache), output, trees.rows, self.scale, self.backend)
+
+    @classmethod
+    def choose(cls, layers: Sequence[Any]) -> None:
+        """At start-up, with caches bound: what is best found out on this device. Nothing here."""
+
+
+class OutOfGraphs:
+    """Mixin in front of a stock metadata builder: a replayed graph would not see that a step of V1's has trees.
+
+    A model that drafts chains keeps the stock builder's support.
+    """
+
+    @classmethod
+    def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> Any:
+        """vLLM's ``AttentionMetadataBuilder.get_cudagraph_support``."""
+        layers = vllm_config.compilation_config.static_forward_context.values()
+        if any(layer_problem(layer) for layer in layers if isinstance(layer, AttentionLayerBase)):
+            return super().get_cudagraph_support(vllm_config, kv_cache_spec)  # type: ignore[misc]
+        return AttentionCGSupport.NEVER
 
 
 def register() -> None:
     """Put our backends in the place of vLLM's. In the worker, before the model is built.
 
     By name: the one of another platform may not import. On the CPU vLLM ignores an explicit CUSTOM backend, so
-    CPU_ATTN itself is overridden; on CUDA the user's choice stands, and TRITON_ATTN is the one with trees.
+    CPU_ATTN itself is overridden; on CUDA the user's choice stands, and these two have trees.
     """
     register_backend(AttentionBackendEnum.CPU_ATTN, "vllm_ext.v1_attention_cpu.TreeCPUAttentionBackend")
     register_backend(
         AttentionBackendEnum.TRITON_ATTN, "vllm_ext.v1_attention_triton.TreeTritonAttentionBackend"
     )
+    register_backend(AttentionBackendEnum.FLASH_ATTN, "vllm_ext.v1_attention_flash.TreeFlashAttentionBackend")
+
+
+def halves(kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values of a cache of vLLM's own order, where they lie side by side."""
+    head_size = kv_cache.shape[-1] // 2
+    return kv_cache[..., :head_size], kv_cache[..., head_size:]
 
 
 def warm_up(layer: Any) -> None:
-    """Compile the kernel for a layer's cache: one row over an empty context. Writes nothing into the cache."""
+    """Compile the kernels for a layer's cache. Writes nothing into the cache."""
     impl, kv_cache = layer.impl, layer.kv_cache
-    query = torch.zeros((1, impl.num_heads, impl.head_size), dtype=kv_cache.dtype, device=kv_cache.device)
-    zero = torch.zeros(1, dtype=torch.int32, device=kv_cache.device)
-    rows = TreeRows(
-        zero[None], first_row=zero, num_rows=zero + 1, num_past=zero, context_len=zero, parents=zero - 1
+    shapes = [(1, 1)]
+    if kv_cache.device.type == "cuda":
+        # Each size of a tile, with a request's keys shared out and with more requests than it takes for that.
+        group = impl.num_heads // impl.num_kv_heads
+        shapes = [(requests, -(-tile // group)) for requests in (1, 512) for tile in (16, 32, 64)]
+    keys, values = impl.kv_views(layer, kv_cache)
+    for requests, rows in shapes:
+        trees = chains(requests, rows, 0, kv_cache)
+        query = torch.zeros(
+            (requests * rows, impl.num_heads, impl.head_size), dtype=kv_cache.dtype, device=kv_cache.device
+        )
+        tree_attention(query, keys, values, torch.empty_like(query), trees, impl.scale, impl.backend)
+
+
+def chains(requests: int, rows: int, context: int, kv_cache: torch.Tensor) -> TreeRows:
+    """So many chains next to each other in the query, over whatever a cache of vLLM's own order holds."""
+    device, num_blocks = kv_cache.device, kv_cache.shape[0]
+
+    def ints(value: int) -> torch.Tensor:
+        return torch.full((requests,), value, dtype=torch.int32, device=device)
+
+    # Wide enough for keys to be shared out.
+    width = -(-max(context + rows, 4096) // kv_cache.shape[2])
+    table = torch.arange(requests * width, dtype=torch.int32, device=device) % num_blocks
+    parent = torch.arange(-1, rows - 1, dtype=torch.int32, device=device)
+    return TreeRows(
+        table.view(requests, width),
+        first_row=torch.arange(0, requests * rows, rows, dtype=torch.int32, device=device),
+        num_rows=ints(rows),
+        num_past=ints(0),
+        context_len=ints(context),
+        parents=parent.repeat(requests),
+        max_rows=rows,
     )
-    key_cache, value_cache = impl.kv_views(layer, kv_cache)
-    tree_attention(query, key_cache, value_cache, torch.empty_like(query), rows, impl.scale)
 
 
 def layer_problem(layer: Any) -> str | None:
@@ -137,7 +207,10 @@ def layer_problem(layer: Any) -> str | None:
     if hasattr(impl, "codec"):
         return None  # `v1_kv_cache` has refused what it cannot do
     if not isinstance(impl, TreeAttention):
-        return f"{type(impl or layer).__name__} has no tree attention (on CUDA, --attention-backend TRITON_ATTN has)"
+        return (
+            f"{type(impl or layer).__name__} has no tree attention (on CUDA, --attention-backend FLASH_ATTN and "
+            "TRITON_ATTN have)"
+        )
     features: dict[str, Any] = {
         "sliding window": getattr(impl, "sliding_window", None) not in (None, -1, (-1, -1)),
         "ALiBi": getattr(impl, "alibi_slopes", None) is not None,
@@ -145,6 +218,8 @@ def layer_problem(layer: Any) -> str | None:
         "attention sinks": getattr(impl, "sinks", None) is not None,
         "quantised KV cache": getattr(impl, "kv_cache_dtype", "auto") not in ("auto", "float16", "bfloat16"),
         "attention that is not a decoder's": impl.attn_type != AttentionType.DECODER,
+        # How keys are shared out depends on the batch.
+        "VLLM_BATCH_INVARIANT": bool(getattr(impl, "batch_invariant_enabled", False)),
     }
     problem = next((feature for feature, present in features.items() if present), impl.layout_problem(layer))
     return problem and f"{problem} is not supported by the tree attention kernel"

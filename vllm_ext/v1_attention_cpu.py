@@ -42,7 +42,7 @@ class TreeCPUAttentionImpl(TreeAttention, CPUAttentionBackendImpl):  # type: ign
         all_places = [Places(views) for views in kinds.values()]
 
         def move(source: torch.Tensor, target: torch.Tensor) -> None:
-            slots = source.long().numpy(), target.long().numpy()
+            slots = source.flatten().long().numpy(), target.flatten().long().numpy()
             for places in all_places:
                 move_tokens(places, *slots)
 

@@ -3,17 +3,16 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
-from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.attention.backends.triton_attn import (
     TritonAttentionBackend,
     TritonAttentionImpl,
     TritonAttentionMetadataBuilder,
 )
 
-from vllm_ext.v1_attention import TreeAttention
+from vllm_ext.v1_attention import OutOfGraphs, TreeAttention, halves
 
 
 class TreeTritonAttentionImpl(TreeAttention, TritonAttentionImpl):  # type: ignore[misc]
@@ -21,15 +20,12 @@ class TreeTritonAttentionImpl(TreeAttention, TritonAttentionImpl):  # type: igno
 
     @staticmethod
     def make_views(layer: Any, kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `TreeAttention.make_views`: vLLM's own order, keys and values side by side."""
-        head_size = kv_cache.shape[-1] // 2
-        return kv_cache[..., :head_size], kv_cache[..., head_size:]
+        """See `TreeAttention.make_views`."""
+        return halves(kv_cache)
 
 
-class TreeTritonAttentionMetadataBuilder(TritonAttentionMetadataBuilder):  # type: ignore[misc]
-    """Keeps attention out of CUDA graphs: a replay would not see that a step has trees."""
-
-    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.NEVER
+class TreeTritonAttentionMetadataBuilder(OutOfGraphs, TritonAttentionMetadataBuilder):  # type: ignore[misc]
+    """See `OutOfGraphs`."""
 
 
 class TreeTritonAttentionBackend(TritonAttentionBackend):  # type: ignore[misc]

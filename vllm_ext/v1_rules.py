@@ -45,12 +45,7 @@ class RuleProcessor(LogitsProcessor):  # type: ignore[misc]  # vLLM is untyped t
     @classmethod
     def validate_params(cls, sampling_params: SamplingParams) -> None:
         """HTTP 400 for what the rules refuse."""
-        try:
-            cls.settings.validate(sampling_params)
-            for key, field, source in cls.settings.grammars(sampling_params):
-                _check_grammar(key, field, source)
-        except ValueError as error:
-            raise VLLMValidationError(str(error), parameter="vllm_xargs") from None
+        validate(cls.settings, sampling_params)
 
     def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
         self._rules = rules.load(self.settings.as_json, ModelVocabulary.of(vllm_config.model_config))
@@ -123,6 +118,20 @@ class RuleProcessor(LogitsProcessor):  # type: ignore[misc]  # vLLM is untyped t
                 places = range(len(logits)) if len(rows) == len(logits) else list(rows)
                 self.paused |= {places[row]: pause for row, pause in rule.paused.items()}
         return logits
+
+
+def validate(settings: RuleSettings, params: SamplingParams) -> None:
+    """Refuse a request; vLLM makes HTTP 400 of it.
+
+    Raises:
+        VLLMValidationError: the message says what is allowed.
+    """
+    try:
+        settings.validate(params)
+        for key, field, source in settings.grammars(params):
+            _check_grammar(key, field, source)
+    except ValueError as error:
+        raise VLLMValidationError(str(error), parameter="vllm_xargs") from None
 
 
 def _check_grammar(key: str, field: str, source: str) -> None:

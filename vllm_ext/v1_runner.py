@@ -73,9 +73,10 @@ class SpeculativeRunner(RuledRunner):
                 self.drafter.chain_reason,
             )
         else:
-            for layer in self._attention_layers()[:1]:
-                if isinstance(layer.impl, v1_attention.TreeAttention):
-                    v1_attention.warm_up(layer)
+            layers = self._attention_layers()
+            if layers and isinstance(layers[0].impl, v1_attention.TreeAttention):
+                v1_attention.warm_up(layers[0])
+                type(layers[0].impl).choose(layers)
             self.kv_movers = list(self._make_kv_movers())
         return result
 
@@ -85,6 +86,8 @@ class SpeculativeRunner(RuledRunner):
             return "multimodal rotary positions (M-RoPE) are not supported"
         if runner.dcp_world_size > 1:
             return f"decode_context_parallel_size={runner.dcp_world_size} is not supported"
+        if getattr(runner.model_config, "rswa_window", None) is not None:
+            return "reference sliding window attention is not supported"
         for layer in self._attention_layers():
             if problem := v1_attention.layer_problem(layer):
                 return problem
@@ -226,13 +229,15 @@ class SpeculativeRunner(RuledRunner):
             trees.context,
             trees.parents,
         )
-        stock = rows = None
+        stock = rows = own_rows = None
         if len(ours) < len(num_rows):
             others = np.setdiff1d(np.arange(len(num_rows)), ours)
             stock, rows = self._stock_metadata(others, group, metadata, common)
             block_table = block_table[_to(ours, self.device)]
             parents = np.concatenate([parents[trees.rows(i)] for i in ours])
             num_rows, query_row, context = num_rows[ours], query_row[ours], context[ours]
+            own = np.arange(num_rows.sum()) + np.repeat(query_row - num_rows.cumsum() + num_rows, num_rows)
+            own_rows = _to(own, self.device)
         tree_rows = TreeRows(
             block_table=block_table,
             first_row=_to(query_row, self.device),
@@ -240,8 +245,9 @@ class SpeculativeRunner(RuledRunner):
             num_past=torch.zeros(len(ours), dtype=torch.int32, device=self.device),
             context_len=_to(context, self.device),
             parents=_to(parents, self.device),
+            max_rows=int(num_rows.max()),
         )
-        return v1_attention.TreeMetadata(tree_rows, stock, rows)
+        return v1_attention.TreeMetadata(tree_rows, stock, rows, own_rows)
 
     def _stock_metadata(self, requests: Any, group: Any, metadata: Any, common: Any) -> tuple[Any, Any]:
         """vLLM's own metadata of some requests of the step, and the query rows they have."""

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's scheduler, thrice: one returns what sampling rules report and keeps apart blocks that a second model has read,
+"""vLLM's scheduler, thrice: one returns what sampling rules report, keeps apart blocks that a second model has read and
+frees those that are read no more,
 and of that kind one leaves structured requests' drafts to the worker, and one has KV slots for a draft model's.
 
 vLLM cuts drafts that are no legal chain, and reserves slots for its own draft models only, by method name;
@@ -15,16 +16,20 @@ from typing import Any
 
 from vllm.v1.outputs import DraftTokenIds
 
-from vllm_ext import grammars, rules
+from vllm_ext import grammars, kv_cache, rules
 from vllm_ext.proposers.sampled import ASKED_PER_NODE
 from vllm_ext.v1_branch_scheduler import BranchScheduler
 
 NOTES = "vllm_ext_notes"  # of a ModelRunnerOutput; set by `v1_worker`
+FORGOTTEN = (
+    "vllm_ext_forgotten"  # of a ModelRunnerOutput; set by `v1_selection`: by request id, `Choice.settle`'s
+)
 REPORT = "vllm_ext"  # the key of what a request's rules have to say
 
 
 class RulesScheduler(BranchScheduler):
-    """Adds up what sampling rules note of a request's tokens, and returns it with the request.
+    """Adds up what sampling rules note of a request's tokens, and returns it with the request; and lets the KV cache's
+    manager know what the worker has forgotten.
 
     In ``kv_transfer_params``, the one field of vLLM's outputs that takes what a scheduler wants to say, and that its
     HTTP answers have.
@@ -33,6 +38,12 @@ class RulesScheduler(BranchScheduler):
     @functools.cached_property
     def _ruled(self) -> rules.RuleSettings | None:
         return rules.of_vllm_config(self.vllm_config)
+
+    @functools.cached_property
+    def _selects(self) -> bool:
+        """Whether the worker tells which blocks are read no more."""
+        settings = kv_cache.from_config(self.vllm_config)
+        return settings is not None and settings.answers_read_less
 
     @functools.cached_property
     def _notes(self) -> dict[str, dict[int, float]]:
@@ -52,11 +63,18 @@ class RulesScheduler(BranchScheduler):
         for name, notes in getattr(model_runner_output, NOTES, {}).items():
             if name in self.requests:
                 self._notes.setdefault(name, {}).update(notes)
+        for name, forgotten in getattr(model_runner_output, FORGOTTEN, {}).items():
+            if name in self.requests:
+                for manager in self.kv_cache_manager.coordinator.single_type_managers:
+                    manager.forget(name, forgotten)
         return super().update_from_output(scheduler_output, model_runner_output)
 
     def _free_request(self, request: Any, *args: Any, **kwargs: Any) -> Any:
         """vLLM's; called when a request ends, in whatever way."""
         params, others = super()._free_request(request, *args, **kwargs)
+        if self._selects:
+            for manager in self.kv_cache_manager.coordinator.single_type_managers:
+                manager.recall(request.request_id)
         notes = self._notes.pop(request.request_id, None)
         if notes is not None and self._ruled is not None:
             # A step may have drawn tokens behind the one that ended the request.

@@ -41,6 +41,12 @@ class KVWorker(PlatformWorker):  # type: ignore[misc]  # vLLM is untyped to us
 
             v1_kv_cache.register()
         super().init_device()
+        if kv_cache.from_config(self.vllm_config) is not None:
+            from vllm_ext import v1_selection
+
+            codec = v1_selection.codec_of(self.vllm_config)
+            if codec is not None:
+                v1_selection.install(self.model_runner, codec)
 
     def get_kv_cache_spec(self) -> Any:
         """vLLM's: what the layers' caches are like."""

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from conftest import engine
-from distribution import SAMPLES, expected, least_p_value, p_value, sample
+from distribution import BLOCK_SIZE, SAMPLES, expected, least_p_value, p_value, sample
 from helpers import assert_same_outputs, generate, long_and_short_prompts, preemptions
 from vllm import SamplingParams
 
@@ -162,7 +162,8 @@ def test_drawn_trees_have_plains_distribution(
     """With a draft that is another model: one layer of the two. Greedy answers are kept for training."""
     options = {"model": "self", "self_layers": 1, "num_speculative_tokens": 9, "max_depth": 3}
     options["export_dir"] = str(tmp_path)
-    engines = engine(slice_dir, {"method": method, "budget": "fixed", **options, **METHODS[method]})
+    given = {"method": method, "budget": "fixed", **options, **METHODS[method]}
+    engines = engine(slice_dir, given, block_size=BLOCK_SIZE)
     llm = next(engines)
     try:
         assert least_p_value(plain_slice_llm, llm) > 1e-4 / len(METHODS)
@@ -183,7 +184,7 @@ def test_drawn_trees_have_plains_distribution(
 
 def check_kept(outputs: list[Any], kept: list[draft_data.Answer]) -> None:
     """The answers are there, with vLLM's own log-probabilities."""
-    assert len(kept) == len(outputs)  # those of six tokens are too short
+    assert len(kept) == len(outputs)  # those of the samples are too short
     by_tokens = {tuple(answer.tokens.tolist()): answer for answer in kept}
     for output in outputs:
         completion = output.outputs[0]

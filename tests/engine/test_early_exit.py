@@ -136,7 +136,8 @@ def test_same_as_plain(
         crowded = name == "layerskip" and not compiled
         check_same(plain, llm, crowded)
         totals = counters(llm)
-        assert totals["spec_accepted_tokens"] > 20
+        # A clock may find that little pays; at first it always looks.
+        assert totals["spec_accepted_tokens"] > (20 if given["budget"] == "fixed" else 0)
         if name == "layerskip":
             assert totals["spec_accepted_tokens"] > 0.3 * totals["spec_draft_tokens"]
             (counts,) = llm.collective_rpc(seen)

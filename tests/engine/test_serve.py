@@ -36,8 +36,9 @@ def server(model_dir: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_LOGGING_LEVEL", "INFO")  # the log is tested
         server = demo.Server("tested", model_dir, "float32", METHOD)
-        rules = {"vllm_ext": {"rules": {"trie": {"files": {"pets": str(file)}}, "awrs": {}, "cad": {}}}}
-        server.command += ["--additional-config", json.dumps(rules)]
+        rules = {"trie": {"files": {"pets": str(file)}}, "awrs": {}, "cad": {}}
+        ours = {"vllm_ext": {"rules": rules, "structured_outputs": {"strict": True}}}
+        server.command += ["--additional-config", json.dumps(ours)]
         with server:
             patch.undo()
             for _ in demo.wait_until_ready([server]):
@@ -165,6 +166,25 @@ def test_rules_of_requests(server: demo.Server) -> None:
     steered = [reply["choices"][0]["message"]["content"] for _, reply in replies[8:10]]
     assert steered[0] == texts[2] != steered[1]
     assert "cad_context='Which plant' is not in the prompt" in json.dumps(replies[10][1])
+
+
+def test_a_strict_server_refuses_schemas_that_are_enforced_in_part(server: demo.Server) -> None:
+    messages = [{"role": "user", "content": "How old is Ada, who was born 36 years ago?"}]
+
+    def ask(schema: Any) -> tuple[int, Any]:
+        response_format = {"type": "json_schema", "json_schema": {"name": "person", "schema": schema}}
+        path = "/v1/chat/completions"
+        return post(server, path, messages=messages, max_tokens=60, response_format=response_format)
+
+    person = {"type": "object", "properties": {"age": {"type": "integer"}}, "required": ["age"]}
+    status, reply = ask({**person, "required": ["age", "name"]})
+    assert status == 400, reply
+    said = reply["error"]["message"]
+    assert 'at the root: required=["age", "name"]: xgrammar does not demand \'name\'' in said
+    assert "--structured-outputs-config.backend guidance" in said
+    status, reply = ask(person)
+    assert status == 200, reply
+    assert json.loads(reply["choices"][0]["message"]["content"]).keys() == {"age"}
 
 
 def test_aborts_in_mid_stream(server: demo.Server) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from conftest import ENGINE_OPTIONS
-from distribution import SAMPLES, expected, least_p_value, p_value, sample
+from distribution import BLOCK_SIZE, SAMPLES, expected, least_p_value, p_value, sample
 from helpers import assert_same_outputs, own_prompts
 from vllm import SamplingParams
 
@@ -34,7 +34,8 @@ def llms(plain_slice_llm: Any, slice_dir: str, tested_method: dict[str, Any]) ->
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0-1")
-        trees = LLM(slice_dir, speculative_config=tested_method, **{**ENGINE_OPTIONS, "enforce_eager": False})
+        options = {**ENGINE_OPTIONS, "enforce_eager": False, "block_size": BLOCK_SIZE}
+        trees = LLM(slice_dir, speculative_config=tested_method, **options)
     assert trees.collective_rpc(num_threads) == [2]
     yield plain_slice_llm, trees
     trees.llm_engine.engine_core.shutdown()

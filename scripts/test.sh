@@ -1,0 +1,33 @@
+#!/usr/bin/env bash
+# The whole test suite, for `make test`: an engine works on one core, so two lanes, each bound to its own, take the parts
+# of it in turn, the longest first. Each part's output comes whole when it is done. PYTHON: the environment's python.
+set -uo pipefail
+cd "$(dirname "$0")/.."
+python=${PYTHON:-.venv/bin/python}
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+parts=("engine and shared" "engine and not shared" "not engine and not v2" "v2 and quick")
+
+run() { # part: its tests
+    local environment=()
+    if [[ $1 == v2* ]]; then
+        # vLLM's V2 runner on a CPU: Triton finds a backend in the folder, and interprets what is written for it.
+        environment=(PYTHONPATH=tests/v2_on_cpu TRITON_INTERPRET=1 VLLM_ENABLE_V1_MULTIPROCESSING=0)
+    fi
+    env "${environment[@]}" "$python" -m pytest -m "$1"
+}
+
+lane() { # core
+    export VLLM_CPU_OMP_THREADS_BIND=$1
+    for number in "${!parts[@]}"; do
+        mkdir "$work/$number" 2>/dev/null || continue # the other lane has it
+        echo "begun: ${parts[number]}"
+        run "${parts[number]}" >"$work/$number/log" 2>&1 || touch "$work/failed"
+        flock "$work" cat "$work/$number/log"
+    done
+}
+
+lane 1 &
+lane 0
+wait
+[ ! -e "$work/failed" ]

@@ -10,13 +10,16 @@ V2 := PYTHONPATH=tests/v2_on_cpu TRITON_INTERPRET=1 VLLM_ENABLE_V1_MULTIPROCESSI
 export HF_HUB_OFFLINE := 1
 export VLLM_CPU_KVCACHE_SPACE ?= 1
 
-.PHONY: demo test test-v2 kernels lint bench venv clean
+.PHONY: demo test test-all test-v2 kernels lint bench venv clean
 
 demo: $(INSTALLED)  ## plain vLLM beside Token Recycling: real server, real model, real prompts
 	$(BIN)/vllm-ext demo
 
-test: $(INSTALLED)  ## the whole test suite
+test: $(INSTALLED)  ## the test suite: twenty minutes on two cores
 	PYTHON=$(BIN)/python scripts/test.sh
+
+test-all: $(INSTALLED)  ## with what tests the same by another method, and all of V2: half an hour
+	PYTHON=$(BIN)/python scripts/test.sh all
 
 test-v2: $(INSTALLED)  ## vLLM's V2 model runner, in Triton's interpreter: a few minutes
 	$(V2) $(BIN)/python -m pytest -m v2

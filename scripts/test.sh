@@ -1,12 +1,14 @@
 #!/usr/bin/env bash
-# The whole test suite, for `make test`: an engine works on one core, so two lanes, each bound to its own, take the parts
-# of it in turn, the longest first. Each part's output comes whole when it is done. PYTHON: the environment's python.
+# The test suite, for `make test`, or with the argument `all` for `make test-all`. An engine works on one core, so two
+# lanes, each bound to its own, take the parts in turn, the longest first. Each part's output comes whole when it is done.
+# PYTHON: the environment's python.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 python=${PYTHON:-.venv/bin/python}
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
-parts=("engine and shared" "engine and not shared" "not engine and not v2" "v2 and quick")
+parts=("engine and shared" "engine and not shared" "not engine and not v2" "v2")
+left_out=$([ "${1:-}" = all ] || echo " and not slow and (quick or not v2)")
 
 run() { # part: its tests
     local environment=()
@@ -14,7 +16,7 @@ run() { # part: its tests
         # vLLM's V2 runner on a CPU: Triton finds a backend in the folder, and interprets what is written for it.
         environment=(PYTHONPATH=tests/v2_on_cpu TRITON_INTERPRET=1 VLLM_ENABLE_V1_MULTIPROCESSING=0)
     fi
-    env "${environment[@]}" "$python" -m pytest -m "$1"
+    env "${environment[@]}" "$python" -m pytest -m "$1$left_out"
 }
 
 lane() { # core

@@ -94,11 +94,25 @@ def slice_dir(model_dir: str, tmp_path_factory: pytest.TempPathFactory) -> str:
     return slices.write(Path(model_dir), tmp_path_factory.mktemp("slice"), layers=2, heads=8, kv_heads=2)
 
 
-def engine(model_dir: str, method: dict[str, Any] | None = None, **options: Any) -> Iterator[Any]:
-    """An engine for as long as a fixture that yields from this lives."""
+def engine(
+    model_dir: str, method: dict[str, Any] | None = None, *, own_core: bool = False, **options: Any
+) -> Iterator[Any]:
+    """An engine for as long as a fixture that yields from this lives.
+
+    Args:
+        model_dir: of the target.
+        method: vLLM's ``speculative_config``.
+        own_core: scheduler and all that goes with it in a process of their own, vLLM's default. Here only where that
+            is the test: it takes 7 seconds more to start, and 0.7 GB. Servers have one in any case.
+        options: others than `ENGINE_OPTIONS`.
+    """
     from vllm import LLM
 
-    llm = LLM(model_dir, speculative_config=method, **{**ENGINE_OPTIONS, **options})
+    with pytest.MonkeyPatch.context() as patch:
+        if not own_core:
+            patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+            options = {"distributed_executor_backend": "mp", **options}  # the worker stays in its own
+        llm = LLM(model_dir, speculative_config=method, **{**ENGINE_OPTIONS, **options})
     yield llm
     # Time to save what it has learnt, also beside other engines: vLLM gives a script's engine five seconds.
     llm.llm_engine.engine_core.shutdown(timeout=SHUTDOWN_SECONDS)

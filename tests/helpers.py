@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,13 @@ def assert_same_outputs(expected: Sequence[Sequence[int]], actual: Sequence[Sequ
                 f"request {number} differs at token {position}: expected {list(a[position : position + 5])}, "
                 f"got {list(b[position : position + 5])}; lengths {len(a)} and {len(b)}"
             )
+
+
+def what_failed(done: subprocess.CompletedProcess[str]) -> str:
+    """Why a script with an engine ended badly: its processes' errors, wherever they stand, and the last of the rest."""
+    lines = [*done.stdout.splitlines(), *done.stderr.splitlines()]
+    errors = [line for line in lines if "ERROR" in line or "Error" in line]
+    return "\n".join([f"exit status {done.returncode}", *errors[:80], "...", done.stderr[-1500:]])
 
 
 def long_and_short_prompts(llm: Any, count: int) -> list[list[int]]:

@@ -151,6 +151,7 @@ def check_figures(run: dict[str, Any]) -> None:
     assert max(speeds) >= min(first, second)
 
 
+@pytest.mark.slow
 def test_a_refused_method_ends_the_bench_with_the_reason(slice_dir: str, prompt_file: Path) -> None:
     result = bench(
         f"--model={slice_dir}", f"--prompts={prompt_file}", "--methods=no_such_method", "--rounds=1"

@@ -127,6 +127,7 @@ def test_seeds_and_penalties(plain_slice_llm: Any, twin: Any) -> None:
         assert_same_outputs(generate(plain_slice_llm, [tokens], [param]), generate(twin, [tokens], [param]))
 
 
+@pytest.mark.slow
 def test_a_draft_of_another_shape(plain_slice_llm: Any, slice_dir: str, tmp_path: Path) -> None:
     """Other heads and fewer layers, as `vllm-ext train draft` makes them; its weights are noise, and it is compiled."""
     shape = Shape(hidden_size=64, num_layers=1, num_heads=2, intermediate_size=64)
@@ -155,7 +156,7 @@ METHODS: dict[str, dict[str, Any]] = {
 }  # one of each rule; see scripts/matrix.sh
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", ["dyspec", pytest.param("spectr", marks=pytest.mark.slow)])
 def test_drawn_trees_have_plains_distribution(
     plain_slice_llm: Any, slice_dir: str, method: str, tmp_path: Path
 ) -> None:

@@ -106,10 +106,20 @@ def spoil(worker: Any) -> None:
 @pytest.mark.parametrize(
     ("method", "headed", "compiled"),
     [
-        ({"method": "layerskip", "exit_layer": 3, "num_speculative_tokens": 5}, False, False),
+        pytest.param(
+            {"method": "layerskip", "exit_layer": 3, "num_speculative_tokens": 5},
+            False,
+            False,
+            marks=pytest.mark.slow,
+        ),
         ({"method": "layerskip", "exit_layer": 2, "num_speculative_tokens": 9, "width": 3}, True, True),
         ({"method": "del", "exits": [1, 2, 4], "num_speculative_tokens": 6, "watch_every": 2}, True, False),
-        ({"method": "unified_skip", "speedup": 2.0, "num_speculative_tokens": 6, "width": 2}, False, False),
+        pytest.param(
+            {"method": "unified_skip", "speedup": 2.0, "num_speculative_tokens": 6, "width": 2},
+            False,
+            False,
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["chain", "tree", "del", "skip"],
 )

@@ -10,7 +10,7 @@ import sys
 from typing import Any
 
 import pytest
-from helpers import assert_same_outputs, own_prompts
+from helpers import assert_same_outputs, own_prompts, what_failed
 from vllm import SamplingParams
 
 pytestmark = pytest.mark.engine
@@ -35,7 +35,7 @@ def run(slice_dir: str, method: dict[str, object]) -> list[list[int]]:
         timeout=300,
         check=False,
     )
-    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.returncode == 0, what_failed(done)
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("RESULT")]
     result: list[list[int]] = json.loads(line.removeprefix("RESULT"))
     return result

@@ -49,7 +49,7 @@ def test_forty_mixed_prompts_at_batch_1_and_4(plain_llm: Any, tested_llm: Any, e
     assert after["fallbacks:proposer_error"] == 0
 
 
-@pytest.mark.parametrize("fixture", ["tested_llm", "hybrid_llm"])
+@pytest.mark.parametrize("fixture", ["tested_llm", pytest.param("hybrid_llm", marks=pytest.mark.slow)])
 def test_own_prompts_at_batch_4(plain_llm: Any, fixture: str, request: pytest.FixtureRequest) -> None:
     llm = request.getfixturevalue(fixture)
     before = counters(llm)

@@ -29,7 +29,7 @@ def chat(llm: Any) -> list[list[int]]:
 
 def run(model: str, method: dict[str, Any], folder: Path) -> tuple[list[list[int]], dict[str, int]]:
     """Answers and counters of one engine, from its start to its end, which comes right behind its last answer."""
-    engines = engine(model, {**method, "state_dir": str(folder)})
+    engines = engine(model, {**method, "state_dir": str(folder)}, own_core=True)
     llm = next(engines)
     answers = chat(llm)
     (counters,) = llm.collective_rpc("vllm_ext_counters")

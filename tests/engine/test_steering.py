@@ -405,6 +405,7 @@ def test_wrong_requests_are_refused(
         ask(trees, [params(sampling, **extra_args)])
 
 
+@pytest.mark.slow
 def test_what_was_kept_outlives_preemptions(plain: Any, trees: Any) -> None:
     """In a cache with room for half of them answers and budgets are what they are with room for all."""
     given = [ALL[i].clone() for i in (0, 2, 4, 5, 9, 10, 14, 15, 17, 18)] * 2 + [ALL[12].clone()]

@@ -44,6 +44,7 @@ def test_preemption_chunked_prefill_joining_and_leaving(plain_llm: Any, small_ll
     assert totals["fallbacks:proposer_error"] == 0
 
 
+@pytest.mark.slow
 def test_penalties_survive_preemption(plain_llm: Any, small_llm: Any) -> None:
     """Penalties count a path's own tokens, also of a request that was computed anew.
 

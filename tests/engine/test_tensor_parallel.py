@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers import assert_same_outputs, own_prompts
+from helpers import assert_same_outputs, own_prompts, what_failed
 
 pytestmark = pytest.mark.engine
 
@@ -49,7 +49,7 @@ def run(model_dir: str, method: dict[str, object] | None, log: Path) -> tuple[li
         timeout=900,
         check=False,
     )
-    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.returncode == 0, what_failed(done)
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("RESULT")]
     outputs, counters = json.loads(line.removeprefix("RESULT"))
     return outputs, counters
@@ -85,6 +85,7 @@ def test_two_workers_are_lossless_cold_and_warm(
     assert warm["spec_steps"] < cold["spec_steps"]
 
 
+@pytest.mark.slow
 def test_two_workers_draft_with_a_model(slice_dir: str, expected: list[list[int]], tmp_path: Path) -> None:
     """The target is its own draft, a worker has half of either; drawn trees need the same noise."""
     method = {"method": "dyspec", "model": slice_dir, "num_speculative_tokens": 8, "max_depth": 4}
@@ -96,6 +97,7 @@ def test_two_workers_draft_with_a_model(slice_dir: str, expected: list[list[int]
     assert counters[0]["spec_emitted_tokens"] > 3 * counters[0]["spec_steps"]
 
 
+@pytest.mark.slow
 def test_two_workers_begin_behind_an_exit(slice_dir: str, expected: list[list[int]], tmp_path: Path) -> None:
     """Each has half of what an exit handed out, and all exits are asked what they would have said."""
     method = {"method": "del", "exits": [1], "num_speculative_tokens": 4, "watch_every": 2, "budget": "fixed"}

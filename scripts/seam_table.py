@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Print docs/seams.md's table: our hooks, by module, in several vLLMs that are unpacked and not imported.
+"""Print docs/vllm-versions.md's table: our hooks, by module, in several vLLMs that are unpacked and not imported.
 
     pip download --no-deps vllm==0.33.0 -d /tmp/wheel && python -m zipfile -e /tmp/wheel/*.whl /tmp/vllm-0.33.0
     python scripts/seam_table.py SITE_PACKAGES /tmp/vllm-0.33.0

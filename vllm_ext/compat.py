@@ -269,6 +269,12 @@ HOOKS = (
         ("self", "scheduler_output", "num_scheduled_tokens"),
         "sets the nodes' positions",
     ),
+    Hook(
+        _RUNNER,
+        "GPUModelRunner._calc_spec_decode_metadata",
+        ("self", "num_draft_tokens", "cu_num_scheduled_tokens"),
+        "says which rows are verified",
+    ),
     Hook(_RUNNER, "GPUModelRunner._build_attention_metadata", ("self",), "marks tree rows"),
     Hook(
         _RUNNER,
@@ -333,8 +339,11 @@ HOOKS = (
     Hook(
         "vllm.v1.spec_decode.metadata",
         "SpecDecodeMetadata",
-        ("draft_token_ids", "num_draft_tokens"),
-        "drafts verified this step",
+        (
+            *("draft_token_ids", "num_draft_tokens", "cu_num_draft_tokens", "cu_num_sampled_tokens"),
+            *("target_logits_indices", "bonus_logits_indices", "logits_indices"),
+        ),
+        "rows verified this step",
     ),
     Hook(
         "vllm.v1.metrics.loggers",

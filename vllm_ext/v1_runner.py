@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The V1 model runner, taught tree speculation: positions, attention metadata, verification, KV compaction.
 
-Overrides of five methods and one attribute (the rejection sampler); everything else is vLLM's own. A step:
+Overrides of six methods and one attribute (the rejection sampler); everything else is vLLM's own. A step:
 
 1. ``_prepare_inputs``: vLLM lays the drafts out as a chain; nodes get their rotary positions.
 2. ``_build_attention_metadata``: the metadata learns which rows are trees.
@@ -26,6 +26,7 @@ from vllm.v1.sample.logits_processor import (
     LogitsProcessors,
     cached_load_custom_logitsprocs,
 )
+from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
 from vllm_ext import cpu, v1_attention, v1_executor
 from vllm_ext.kernels.tree_attention import TreeRows
@@ -179,6 +180,23 @@ class SpeculativeRunner(RuledRunner):
             self.positions[_to(rows, self.device)] = _to(positions, self.device).to(self.positions.dtype)
         self.step_trees = trees
         return result
+
+    def _calc_spec_decode_metadata(self, num_draft_tokens: Any, cu_num_scheduled_tokens: Any) -> Any:
+        """Which rows are verified, in the place of vLLM's seven tensors, of which our verifier reads no other."""
+        num_rows = num_draft_tokens + 1
+        ends = num_rows.cumsum(dtype=np.int32)
+        rows = np.repeat(cu_num_scheduled_tokens - ends, num_rows)
+        rows += np.arange(ends[-1], dtype=rows.dtype)
+        unread = torch.empty(0, dtype=torch.int32, device=self.device)
+        return SpecDecodeMetadata(
+            draft_token_ids=unread,
+            num_draft_tokens=num_draft_tokens.tolist(),
+            cu_num_draft_tokens=unread,
+            cu_num_sampled_tokens=unread,
+            target_logits_indices=unread,
+            bonus_logits_indices=unread,
+            logits_indices=_to(rows, self.device),
+        )
 
     def _build_attention_metadata(self, *args: Any, **kwargs: Any) -> Any:
         """vLLM's metadata, marked with the step's trees."""

@@ -84,8 +84,8 @@ class TreeRows:
         return masks.ancestor_bits(self.parents, self.row_start)
 
     @functools.cached_property
-    def prepared(self) -> dict[Any, dict[str, Any]]:
-        """By the form of the other tensors: they were looked at, and what a backend keeps from layer to layer."""
+    def prepared(self) -> dict[Any, Any]:
+        """By the form of the other tensors, which were looked at: what is kept from layer to layer."""
         return {}
 
     @functools.cached_property
@@ -121,24 +121,30 @@ def tree_attention(
     """
     # Layers differ in addresses alone: what depends on all else is done for the first.
     tensors = (query, key_cache, value_cache, output)
-    kind = query.device, *[(tensor.dtype, tensor.shape, tensor.stride()) for tensor in tensors]
-    prepared = trees.prepared.get(kind)
-    if prepared is None:
+    kind = backend, query.device, *[(tensor.dtype, tensor.shape, tensor.stride()) for tensor in tensors]
+    found = trees.prepared.get(kind)
+    if found is None:
         validate(query, key_cache, value_cache, output, trees)
-        prepared = trees.prepared[kind] = {}
-    form: Any
-    # Imported here: a backend that is not used may be missing, and costs nothing.
-    match backends.choose(backend, query):
+        found = trees.prepared[kind] = _form(backends.choose(backend, query)), {}
+    form, kept = found
+    form(query, key_cache, value_cache, output, trees, scale, kept)
+
+
+def _form(backend: Backend) -> Any:
+    """A backend's function; imported here: one that is not used may be missing, and costs nothing."""
+    match backend:
         case "numba":
-            from vllm_ext.kernels.tree_attention_numba import tree_attention_numba as form
+            from vllm_ext.kernels.tree_attention_numba import tree_attention_numba
+
+            return tree_attention_numba
         case "triton":
-            from vllm_ext.kernels.tree_attention_triton import tree_attention_triton as form
+            from vllm_ext.kernels.tree_attention_triton import tree_attention_triton
+
+            return tree_attention_triton
         case _:
             from vllm_ext.kernels.tree_attention_ref import tree_attention_ref
 
-            tree_attention_ref(query, key_cache, value_cache, output, trees, scale)
-            return
-    form(query, key_cache, value_cache, output, trees, scale, prepared)
+            return lambda *arguments: tree_attention_ref(*arguments[:-1])  # which keeps nothing
 
 
 def validate(

@@ -110,7 +110,7 @@ def new_request(name: str, text: list[int], num_prompt: int | None, **values: An
     return SimpleNamespace(
         req_id=name,
         prefill_token_ids=text,
-        prompt_len=len(text) if num_prompt is None else num_prompt,
+        prompt_token_ids=text[:num_prompt],
         sampling_params=SimpleNamespace(**{**params, **values}),
     )
 

@@ -48,7 +48,8 @@ class _Text:
         # The system gives memory for what is written alone.
         self._tokens: Int32 = np.empty(max(max_model_len, self.length), np.int32)
         self._tokens[: self.length] = request.prefill_token_ids
-        self._num_prompt: int = request.prompt_len
+        # Where a prompt is embeddings it has no tokens.
+        self._num_prompt = len(request.prompt_token_ids or request.prefill_token_ids)
         self._max_model_len = max_model_len
         self._sampling = request_facts.sampling_of(self.params)
         self._chain, self._most_depth = chain, most_depth

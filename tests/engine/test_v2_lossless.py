@@ -58,8 +58,8 @@ def test_mixed_requests_in_one_batch(v2_plain: Any, v2_either: Any, monkeypatch:
 
 @pytest.mark.quick
 def test_drafts_of_the_host(v2_plain: Any, v2_host: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Found: parents, depths or ancestors of the step before, parents one row too low, tokens of another request's tree
-    in one's own.
+    """Found by other tokens: depths of the step before, parents one row too low. By fewer drafts that are accepted:
+    parents of the step before, another request's trees, its tokens in one's own tree, its text.
     """
     texts = [text * 2 for text in prompts(4, seed=7)]
     kinds = [sampling(max_tokens=14), sampling(temperature=0.8, seed=15, max_tokens=14)] * 2
@@ -68,7 +68,7 @@ def test_drafts_of_the_host(v2_plain: Any, v2_host: Any, monkeypatch: pytest.Mon
     expected = tokens(generate(v2_plain, texts, kinds))
     assert_same_outputs(expected, tokens(generate(v2_host, texts, kinds)))
     new = {name: total - before[name] for name, total in counters(v2_host).items()}
-    assert new["spec_accepted_tokens"] > 15
+    assert new["spec_accepted_tokens"] > 22
     assert new["fallbacks:proposer_error"] == 0
     assert any(rows[1:3] == [0, 0] for rows in parents)  # that branch
 

@@ -72,17 +72,17 @@ def test_drafts_of_the_host_scheduled_ahead(v2_dir: str, v2_plain: Any) -> None:
     llm = make_ahead(v2_dir, V2_HOST_METHOD, num_gpu_blocks_override=10)
     texts = [text * 2 for text in prompts(6, seed=19)]
     kinds = [
-        sampling(max_tokens=70),
-        sampling(temperature=0.8, seed=15, max_tokens=9),
-        sampling(temperature=0.9, seed=16, max_tokens=70),
+        sampling(max_tokens=80),
+        sampling(max_tokens=80, temperature=0.9, seed=16),
+        sampling(max_tokens=80),
+        sampling(max_tokens=80),
+        sampling(max_tokens=9, temperature=0.8, seed=15),
         sampling(max_tokens=2),
-        sampling(max_tokens=70),
-        sampling(max_tokens=70),
     ]
     free = tokens(generate(v2_plain, texts, kinds))
-    kinds[4] = sampling(max_tokens=70, stop_token_ids=[free[4][50]])
+    kinds[3] = sampling(max_tokens=80, stop_token_ids=[free[3][60]])
     expected = tokens(generate(v2_plain, texts, kinds))
-    assert len(expected[4]) < 70
+    assert len(expected[3]) < 80
     assert_same_outputs(expected, tokens(generate(llm, texts, kinds)))
     assert preemptions(llm) > 0
     totals = counters(llm)

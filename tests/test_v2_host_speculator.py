@@ -13,7 +13,7 @@ import torch
 
 pytest.importorskip("vllm")
 
-from vllm_ext import config, metrics, v2_speculator
+from vllm_ext import config, metrics, tree_rows, v2_host_speculator, v2_speculator
 from vllm_ext.host_drafts import Verified
 from vllm_ext.kernels.top_k import top_k_ids
 from vllm_ext.proposers.base import Proposer, Request
@@ -58,6 +58,8 @@ class OnHost:
 def speculator(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> Iterator[HostSpeculator]:
     monkeypatch.setattr(v2_speculator, "UvaBackedTensor", OnHost)
     monkeypatch.setattr(v2_speculator, "BACKEND", "torch")
+    alone = SimpleNamespace(broadcast=lambda tensor: tensor)
+    monkeypatch.setattr(v2_host_speculator, "get_tp_group", lambda: alone)
     monkeypatch.setattr(metrics, "counter_path", lambda *_: tmp_path / "counters" / "file")
     monkeypatch.setattr(config.Settings, "proposer_class", Silent)
     speculation = {"method": "suffix_tree", "num_speculative_tokens": NODES}
@@ -81,7 +83,7 @@ def watch(
 
     def step(names: list[str], verified: Verified, level: int) -> Any:
         told.append((names, verified, level))
-        return trees, np.array([21, 22], np.int32)
+        return trees, np.array([21, 22], np.int32)[: len(trees)]
 
     monkeypatch.setattr(speculator.drafts, "step", step)
     return told
@@ -163,6 +165,30 @@ def test_of_a_step_without_drafts_each_row_is_a_root(
     assert verified.accepted.tolist() == [True, True]
     assert verified.sampled == [[6], []]
     assert all(torch.equal(a, b) for a, b in zip(speculator.trees, before, strict=True))
+
+
+def test_ranks_verify_the_trees_of_the_first(
+    speculator: HostSpeculator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Here the proposer has failed, on rank 0 it has not."""
+    watch(speculator, monkeypatch, [DraftTree.empty()])
+    tree = DraftTree(np.array([7], np.int32), np.array([-1], np.int32), np.array([0.6], np.float32))
+    first = torch.from_numpy(tree_rows.pack([tree], np.array([21], np.int32), NODES))
+    group = SimpleNamespace(broadcast=lambda tensor: tensor.copy_(first))
+    monkeypatch.setattr(v2_host_speculator, "get_tp_group", lambda: group)
+    speculator.observe(
+        StepRows(
+            torch.zeros((1, VOCAB)),
+            torch.tensor([1]),
+            torch.tensor([4]),
+            torch.ones(1, dtype=torch.int32),
+            torch.tensor([[6]]),
+            torch.tensor([1], dtype=torch.int32),
+        )
+    )
+    drafts = speculator.propose(batch(["a"], [1], [0, 1]), num_speculative_tokens=NODES)
+    assert drafts.tolist() == [[7, 21, 21, 21]]
+    assert speculator.trees.parents[1].tolist() == [-1, 0, -1, -1, -1]
 
 
 @pytest.mark.parametrize(

@@ -47,6 +47,12 @@ V2_HOOKS = (
         ),
         "drafts on the device",
     ),
+    Hook(
+        "vllm.distributed.parallel_state",
+        "GroupCoordinator.broadcast",
+        ("self", "input_", "src"),
+        "gives all ranks the trees of one",
+    ),
     Hook(_SPECULATOR, "BaseSpeculator.num_query_per_req", None, "drafts without queries of their own"),
     Hook(
         f"{_GPU}.states",

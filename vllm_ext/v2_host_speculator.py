@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from vllm.distributed.parallel_state import get_tp_group
 
 from vllm_ext import tree_rows
 from vllm_ext.host_drafts import HostDrafts, Verified
@@ -77,6 +78,9 @@ class HostSpeculator(TreeSpeculator):
         if not level:
             return nothing
         packed = self.to_device(tree_rows.pack(trees, roots, self.num_nodes), torch.int32)
+        # Ranks draft alike, but a proposer may fail on one alone, and drafts go to no scheduler here that would tell:
+        # what they verify together is the first one's. Nothing on the host waits for it.
+        packed = get_tp_group().broadcast(packed)
         return tree_rows.put(packed, input_batch.idx_mapping, self.trees)
 
     def _wait(self) -> np.ndarray[Any, Any]:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
 import numpy as np
@@ -106,6 +106,28 @@ class VerifiedRows:
     # [num_requests] the tokens each request put out: the accepted path, then one sampled; none while a prompt
     # is incomplete. They judge a proposed tree whole, also the part of it that was not verified.
     emitted: Sequence[Sequence[int]]
+
+    def where(self, kept: npt.NDArray[np.bool_]) -> VerifiedRows:
+        """Some of the rows, of the same requests.
+
+        Args:
+            kept: bool ``[num_rows]``; of a request the first ones, or none.
+        """
+        num_before = np.concatenate([[0], np.cumsum(kept)])
+        return replace(
+            self,
+            row_start=num_before[self.row_start].astype(np.int32),
+            tokens=self.tokens[kept],
+            parents=self.parents[kept],
+            accepted=self.accepted[kept],
+            top_ids=self.top_ids[kept],
+            top_logits=self.top_logits[kept],
+        )
+
+
+def no_top(num_rows: int) -> tuple[Int32, Float32]:
+    """``top_ids`` and ``top_logits`` for a proposer that wants none."""
+    return np.empty((num_rows, 0), np.int32), np.empty((num_rows, 0), np.float32)
 
 
 class Proposer(ABC):

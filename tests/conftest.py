@@ -127,10 +127,13 @@ V2_OPTIONS: dict[str, Any] = {
     # In this process: a test can put something in a step's way.
     "distributed_executor_backend": "uni",
     "block_size": 32,
-    "kv_cache_memory_bytes": 1 << 24,
+    # 17 MB. By bytes on a CPU one has VLLM_CPU_KVCACHE_SPACE, a whole GiB, and twenty engines live at once.
+    "num_gpu_blocks_override": 170,
     "max_num_batched_tokens": 48,  # longer prompts are computed in chunks
 }
 V2_METHOD = {"method": "token_recycling", "num_speculative_tokens": 6, "budget": "fixed"}
+# Two drafters on the host, one of which wants logits.
+V2_HOST_METHOD = {**V2_METHOD, "method": "hybrid"}
 
 
 _v2_engines: list[Any] = []
@@ -164,8 +167,20 @@ def v2_plain(v2_dir: str) -> Any:
 
 @pytest.fixture(scope="session")
 def v2_trees(v2_dir: str, v2_plain: Any) -> Any:
-    """The same with our method."""
+    """The same with trees that are grown on the device."""
     return v2_engine(v2_dir, V2_METHOD)
+
+
+@pytest.fixture(scope="session")
+def v2_host(v2_dir: str, v2_plain: Any) -> Any:
+    """The same with trees that are made on the host."""
+    return v2_engine(v2_dir, V2_HOST_METHOD)
+
+
+@pytest.fixture(params=["v2_trees", "v2_host"])
+def v2_either(request: pytest.FixtureRequest) -> Any:
+    """One, then the other."""
+    return request.getfixturevalue(request.param)
 
 
 @pytest.fixture(scope="session")

@@ -14,7 +14,7 @@ import vllm.config.vllm as vllm_config_module
 from vllm.engine.arg_utils import EngineArgs
 
 from vllm_ext import compat, doctor, plugin, runners
-from vllm_ext.proposers.registry import METHODS
+from vllm_ext.proposers.registry import METHODS, load_method
 
 METHOD = {"method": "token_recycling", "num_speculative_tokens": 12}
 
@@ -55,10 +55,38 @@ def test_on_v2_a_method_is_the_one_that_drafts_on_the_device(
     assert fixed.scheduler_config.scheduler_cls is None
 
 
+@pytest.mark.parametrize("state", [False, True])
+def test_methods_that_draft_on_the_host_run_on_v2_and_say_that_they_wait(
+    model_dir: str, with_triton: None, caplog: pytest.LogCaptureFixture, tmp_path: Any, state: bool
+) -> None:
+    logging.getLogger("vllm").propagate = True
+    folder = {"state_dir": str(tmp_path)} if state else {}
+    with caplog.at_level(logging.INFO, "vllm.vllm_ext"):
+        config = made(model_dir, {"method": "hybrid", "num_speculative_tokens": 12, **folder})
+    assert config.use_v2_model_runner
+    assert config.speculative_config.method == plugin.DEVICE_METHOD
+    assert config.parallel_config.worker_cls == plugin.V2_WORKER_CLASS
+    assert config.scheduler_config.scheduler_cls == plugin.V2_SCHEDULER_CLASS
+    assert runners.WAITS in caplog.text
+    caplog.clear()
+    with caplog.at_level(logging.INFO, "vllm.vllm_ext"):
+        made(model_dir)
+    assert runners.WAITS not in caplog.text  # token_recycling does not
+
+
+def test_each_method_drafts_somewhere() -> None:
+    """A new one is put into a table of `runners`, or drafts with a model."""
+    from vllm_ext.proposers.draft_model import DraftModelProposer
+
+    for name in METHODS:
+        with_model = issubclass(load_method(name), DraftModelProposer)
+        assert ((name in runners.ON_DEVICE) + (name in runners.ON_HOST) + with_model) == 1, name
+
+
 @pytest.mark.parametrize(
     ("method", "options", "reason"),
     [
-        ({"method": "suffix_tree"}, {}, "method 'suffix_tree' drafts on the host, or with a model"),
+        ({"method": "layerskip"}, {}, "method 'layerskip' drafts with a model"),
         ({**METHOD, "state_dir": "STATE"}, {}, "state_dir: "),
         (METHOD, {"scheduler_cls": "vllm.v1.core.sched.scheduler.Scheduler"}, "scheduler_cls is set"),
         (METHOD, {"enable_lora": True}, "LoRA is on"),
@@ -106,8 +134,10 @@ def test_a_forced_runner_is_taken_or_refused(
     assert not made(model_dir).use_v2_model_runner
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
     assert made(model_dir).use_v2_model_runner
-    with pytest.raises(ValueError, match=r"'stand'.*VLLM_USE_V2_MODEL_RUNNER=1: it must be unset.*drafts on"):
-        made(model_dir, {"method": "stand"})
+    with pytest.raises(
+        ValueError, match=r"'del'.*VLLM_USE_V2_MODEL_RUNNER=1: it must be unset.*with a model"
+    ):
+        made(model_dir, {"method": "del"})
 
 
 def test_a_configuration_for_the_other_runner_is_refused(model_dir: str, with_triton: None) -> None:
@@ -120,11 +150,15 @@ def test_a_configuration_for_the_other_runner_is_refused(model_dir: str, with_tr
 
 def test_the_doctor_says_which(with_triton: None, monkeypatch: pytest.MonkeyPatch) -> None:
     checks = {check.what: check for check in doctor._runners()}
-    assert "token_recycling" in checks["runner V2"].found
+    found = checks["runner V2"].found
+    assert "token_recycling" in found
+    assert all(name in found for name in runners.ON_HOST)
+    assert "waits for each step's tokens" in found
     assert checks["runner V2"].status == "warn"
     assert checks["runner V1"].status == "ok"
+    assert "layerskip" in checks["runner V1"].found
     monkeypatch.setattr(runners, "_has_triton", lambda: False)
     (check,) = doctor._runners()
     assert (check.status, check.what) == ("ok", "runner V1")
     assert "Triton" in check.found
-    assert set(runners.ON_DEVICE) <= set(METHODS)
+    assert "all methods" in check.found

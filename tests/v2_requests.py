@@ -6,6 +6,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
+import pytest
 from vllm import SamplingParams
 
 
@@ -39,3 +40,17 @@ def counters(llm: Any) -> dict[str, int]:
 
 def sampling(**values: Any) -> SamplingParams:
     return SamplingParams(**{"temperature": 0, "max_tokens": 20, "ignore_eos": True, **values})
+
+
+def watch_parents(llm: Any, monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
+    """By row, the parents of each tree that is made from now on; -1 for roots and padding."""
+    speculator = llm.llm_engine.model_executor.driver_worker.worker.model_runner.speculator
+    propose, parents = speculator.propose, []
+
+    def watching(input_batch: Any, *args: Any, **kwargs: Any) -> Any:
+        drafts = propose(input_batch, *args, **kwargs)
+        parents.extend(speculator.trees.parents[input_batch.idx_mapping].tolist())
+        return drafts
+
+    monkeypatch.setattr(speculator, "propose", watching)
+    return parents

@@ -116,22 +116,24 @@ def _vllm() -> Iterator[Check]:
 def _runners() -> Iterator[Check]:
     """Which of vLLM's model runners each method runs on, and what that costs."""
     from vllm_ext import runners
+    from vllm_ext.proposers.registry import METHODS
 
     own = runners.vllms_own()
     forced = os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1"
-    device = ", ".join(runners.ON_DEVICE)
+    device, host = ", ".join(runners.ON_DEVICE), ", ".join(runners.ON_HOST)
+    others = ", ".join(name for name in METHODS if name not in (*runners.ON_DEVICE, *runners.ON_HOST))
     if own.runner == "V2":
         yield Check(
             "warn",
             "runner V2",
-            f"{device}: {own.reason}; drafts stay on the device, async scheduling stays on",
+            f"{device}: {own.reason}; drafts stay on the device, async scheduling stays on. {host}: {runners.WAITS}",
             "never run on a GPU yet: please report what you see; VLLM_USE_V2_MODEL_RUNNER=0 takes V1 instead",
         )
         yield Check(
             "fail" if forced else "ok",
             "runner V1",
-            "all other methods, rules that report, learn or steer, encoded KV caches, state_dir, LoRA: they draft on "
-            "the host, or have no form for V2 yet. It costs async scheduling",
+            f"{others}, which draft with a model; rules that report, learn or steer, encoded KV caches, {device} with "
+            "state_dir, LoRA: they have no form for V2 yet. It costs async scheduling",
             "unset VLLM_USE_V2_MODEL_RUNNER for these" if forced else "",
         )
         return

@@ -4,7 +4,7 @@
 ``register()`` wraps ``EngineArgs.create_engine_config`` and does nothing else. vLLM's ``method`` is a closed
 Literal and its registries start behind it, so this is the one place where our method names can enter; the
 wrapper turns them into official options: a ``worker_cls``, and a method of vLLM's own, which is ``custom_class`` for
-its V1 runner and for V2, which has no such, the smallest that it drafts with on the device.
+its V1 runner and for V2, which has no such, the smallest that it drafts with itself.
 """
 
 from __future__ import annotations
@@ -170,6 +170,8 @@ def _create_engine_config(original: Any, engine_args: Any, *args: Any, **kwargs:
         vllm_config.instance_id = uuid.uuid4().hex
         logger.info("vllm-ext %s: speculative method %s", __version__, settings)
         logger.info("vllm-ext: model runner %s: %s", choice.runner, choice.reason)
+        if choice.runner == "V2" and settings.method in runners.ON_HOST:
+            logger.info("vllm-ext: %s: %s", settings.method, runners.WAITS)
     return vllm_config
 
 

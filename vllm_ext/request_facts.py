@@ -22,3 +22,16 @@ def num_kept(params: Any, tokens: list[int]) -> int:
     """How many of a step's tokens reach the output: none after an end or stop token."""
     ends = ends_of(params)
     return next((count for count, token in enumerate(tokens, 1) if token in ends), len(tokens))
+
+
+def tokens_left(params: Any, num_tokens: int, num_output: int, max_model_len: int) -> int:
+    """How many tokens a request may still put out, unless one that ends it comes before.
+
+    Args:
+        params: vLLM's.
+        num_tokens: of its prompt and output.
+        num_output: of its output alone.
+        max_model_len: the engine's.
+    """
+    left = max_model_len - num_tokens
+    return left if params.max_tokens is None else min(left, params.max_tokens - num_output)

@@ -2,8 +2,9 @@
 """Which of vLLM's two model runners a method of ours runs on, and why.
 
 vLLM's own choice is V2 wherever there is Triton; its way for a drafter of the user's own leads back to V1, without
-asynchronous scheduling. What can draft on the device goes the other way. What cannot, and features that V2's form does
-not have yet, run on V1 as before: the same output, and the reason is logged.
+asynchronous scheduling. What drafts without a model goes the other way: on the device, where nothing waits for
+anything, or on the host, which waits for each step's tokens. Methods that draft with a model, and features that V2's
+form does not have yet, run on V1 as before: the same output, and the reason is logged.
 """
 
 from __future__ import annotations
@@ -17,6 +18,13 @@ if TYPE_CHECKING:
 
 # Methods with a form that drafts on the device.
 ON_DEVICE = ("token_recycling",)
+# Methods that draft on the host, without a model.
+ON_HOST = ("suffix_tree", "stand", "aded", "input_copy", "rest", "hybrid")
+# What these cost; for the log and `vllm-ext doctor`.
+WAITS = (
+    "drafts made on the host, which waits for each step's tokens: async scheduling stays on, but loses its overlap. "
+    "token_recycling drafts on the device and keeps it"
+)
 
 
 @dataclass(frozen=True)
@@ -54,10 +62,16 @@ def choose(args: Any, settings: Settings, ruled: RuleSettings | None, *, encoded
     options = settings.options
     need_v1 = [] if ruled is None else ruled.need_v1
     reasons = (
-        (settings.method not in ON_DEVICE, f"method {settings.method!r} drafts on the host, or with a model"),
+        (
+            settings.method not in (*ON_DEVICE, *ON_HOST),
+            f"method {settings.method!r} drafts with a model",
+        ),
         (bool(need_v1), f"sampling rules {need_v1} go with it"),
         (encoded_kv, "the KV cache is encoded"),
-        (options.state_dir is not None, "state_dir: what is learnt on the device is not saved yet"),
+        (
+            options.state_dir is not None and settings.method in ON_DEVICE,
+            "state_dir: what is learnt on the device is not saved yet",
+        ),
         (args.scheduler_cls is not None, "scheduler_cls is set"),
         (_has_v1_processors(args), "a logits processor has the V1 runner's interface"),
         (bool(args.enable_lora), "LoRA is on"),

@@ -14,6 +14,7 @@ _BATCH = f"{_GPU}.input_batch"
 _STATE = f"{_GPU}.model_states.interface"
 _PROCESSOR = f"{_GPU}.sample.logits_processor.interface"
 _SPECULATOR = f"{_GPU}.spec_decode.speculator"
+_OUTPUT = "vllm.v1.core.sched.output"
 
 V2_HOOKS = (
     Hook("vllm.config", "VllmConfig.use_v2_model_runner", None, "tells which runner vLLM has chosen"),
@@ -45,6 +46,12 @@ V2_HOOKS = (
             *("num_sampled", "num_rejected", "last_sampled", "next_prefill_tokens", "temperature", "seeds"),
         ),
         "drafts on the device",
+    ),
+    Hook(
+        "vllm.distributed.parallel_state",
+        "GroupCoordinator.broadcast",
+        ("self", "input_", "src"),
+        "gives all ranks the trees of one",
     ),
     Hook(_SPECULATOR, "BaseSpeculator.num_query_per_req", None, "drafts without queries of their own"),
     Hook(
@@ -112,6 +119,12 @@ V2_HOOKS = (
     Hook(
         f"{_GPU}.model_runner", "GPUModelRunner.add_requests", ("self", "scheduler_output"), "admits requests"
     ),
+    *(
+        Hook(_OUTPUT, f"NewRequestData.{field}", None, "a request's text, for drafts")
+        for field in ("req_id", "sampling_params", "prompt_token_ids", "prefill_token_ids")
+    ),
+    Hook(_OUTPUT, "SchedulerOutput.scheduled_new_reqs", None, "admits requests"),
+    Hook(_OUTPUT, "SchedulerOutput.finished_req_ids", None, "tells a drafter on the host who is gone"),
     Hook(f"{_GPU}.model_runner", "GPUModelRunner.load_model", ("self",), "puts our parts in place"),
     Hook(
         f"{_GPU}.model_runner",
@@ -141,6 +154,8 @@ V2_HOOKS = (
         Hook(_BATCH, f"InputBatch.{field}", None, "how a step's rows lie")
         for field in (
             *(
+                "req_ids",
+                "num_reqs",
                 "idx_mapping",
                 "idx_mapping_np",
                 "expanded_idx_mapping",

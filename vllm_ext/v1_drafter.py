@@ -20,7 +20,7 @@ from vllm_ext.draft_export import TOP_K, Export
 from vllm_ext.grammars import Grammar, Grammars, Masks, in_worker
 from vllm_ext.kernels.top_k import top_k_ids
 from vllm_ext.model_drafts import ModelDrafts
-from vllm_ext.proposers.base import Request, Sampling, VerifiedRows, chains_where_asked
+from vllm_ext.proposers.base import Request, Sampling, VerifiedRows, chains_where_asked, no_top
 from vllm_ext.proposers.budget import GoodputBudget
 from vllm_ext.proposers.draft_model import DraftModelOptions, DraftModelProposer
 from vllm_ext.proposers.sampled import ASKED_PER_NODE
@@ -361,17 +361,15 @@ class Drafter:
             accepted = trees.parents < 0
             for start, path, tokens in zip(trees.row_start.tolist(), trees.accepted, sampled, strict=False):
                 accepted[[start + row for row in path[: len(tokens)]]] = True
-            top_ids, top_logits = (top[0][real], top[1][real]) if top else (_NO_TOP_IDS, _NO_TOP_LOGITS)
             rows = VerifiedRows(
                 runner.input_batch.req_ids,
-                np.concatenate([[0], num_rows.cumsum()]).astype(np.int32),
-                trees.tokens[real],
-                trees.parents[real],
-                accepted[real],
-                top_ids,
-                top_logits,
+                trees.row_start,
+                trees.tokens,
+                trees.parents,
+                accepted,
+                *(top or no_top(len(real))),
                 emitted=sampled,
-            )
+            ).where(real)
             self.proposer.observe(rows)
             if self._export is not None and self._log_total is not None:
                 self._export.observe(rows, self._log_total[real])
@@ -407,11 +405,11 @@ class Drafter:
             state = runner.requests[request_id]
             params = state.sampling_params
             num_tokens = int(batch.num_tokens_no_spec[slot]) - (len(emitted) - kept[slot])
-            left = self._max_model_len - num_tokens
+            left = request_facts.tokens_left(
+                params, num_tokens, len(state.output_token_ids), self._max_model_len
+            )
             if emitted[kept[slot] - 1] in request_facts.ends_of(params):
                 left = 0
-            if params.max_tokens is not None:
-                left = min(left, params.max_tokens - len(state.output_token_ids))
             if self._encoded_block is not None:
                 # Drafts end before the last place of a block, which is encoded when a settled token takes it.
                 left = min(left, self._encoded_block - 1 - (num_tokens - 1) % self._encoded_block)
@@ -447,7 +445,3 @@ class Drafter:
     def _count(self, amounts: dict[str, int]) -> None:
         if self._counters is not None:
             self._counters.add(amounts)
-
-
-_NO_TOP_IDS = np.empty((0, 0), dtype=np.int32)
-_NO_TOP_LOGITS = np.empty((0, 0), dtype=np.float32)

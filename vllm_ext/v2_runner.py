@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The V2 model runner, taught tree speculation, without a round trip to the host.
+"""The V2 model runner, taught tree speculation, without a round trip to the host but what a drafter there needs.
 
 vLLM's own steps stay as they are: it lays the drafts out as a chain of one root and ``num_speculative_tokens`` nodes.
 Four of its parts are given a subclass when they have been made; a step:
@@ -7,7 +7,7 @@ Four of its parts are given a subclass when they have been made; a step:
 1. the model state (`v2_model_state`) gives nodes their rotary positions and the metadata its trees;
 2. the rejection sampler (`v2_sampler`) samples every row and walks the tree;
 3. the KV of the accepted path moves into the slots a chain would have had, so that vLLM's rollback is right;
-4. the speculator (`v2_speculator`) grows the trees of the next step.
+4. the speculator (`v2_speculator`) makes the trees of the next step.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ from typing import Any
 import torch
 from vllm.logger import init_logger
 
-from vllm_ext import v1_attention
+from vllm_ext import config, runners, v1_attention
+from vllm_ext.v2_device_speculator import DeviceSpeculator
+from vllm_ext.v2_host_speculator import HostSpeculator
 from vllm_ext.v2_model_state import TreeState
 from vllm_ext.v2_rules import RuleProcessor
 from vllm_ext.v2_sampler import LearningSampler, TreeVerifier
@@ -54,10 +56,7 @@ class SpeculativeRunner:
         self.rejection_sampler = TreeVerifier(
             self.sampler, runner.speculative_config, self.device, self.speculator
         )
-        drafter = self.speculator.drafter
-        logger.info(
-            "vllm-ext: %s holds %.2f MB of device memory", type(drafter).__name__, drafter.memory_bytes / 1e6
-        )
+        self.speculator.load()
 
     def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> None:
         """After vLLM has bound the caches: find out whether this model can verify trees."""
@@ -108,18 +107,14 @@ class SpeculativeRunner:
                     yield group_id, layers[0].impl.kv_mover(layers)
 
     def add_requests(self, scheduler_output: Any) -> None:
-        """vLLM's; then the drafter takes them in."""
+        """vLLM's; then the drafter takes them in. vLLM calls it in each step, behind letting go of others."""
         self.speculator.counts.begin_step()
+        self.speculator.finish(scheduler_output.finished_req_ids)
         super().add_requests(scheduler_output)  # type: ignore[misc]
         for request in scheduler_output.scheduled_new_reqs:
             if request.sampling_params is not None:
                 slot = self.req_states.req_id_to_index[request.req_id]
-                self.speculator.admit(
-                    slot,
-                    request.sampling_params,
-                    len(request.prefill_token_ids),
-                    self._path_dependent(slot, request.sampling_params),
-                )
+                self.speculator.admit(slot, request, self._path_dependent(slot, request.sampling_params))
         if scheduler_output.scheduled_new_reqs:
             self.speculator.apply_staged_writes()
 
@@ -169,7 +164,10 @@ def install(runner: Any) -> None:
     object a subclass is the same for every platform and moves no state. Nothing has asked the speculator yet.
     """
     _put_before(runner, SpeculativeRunner)
-    runner.speculator = TreeSpeculator(runner.vllm_config, runner.device, runner.req_states)
+    settings = config.from_vllm_config(runner.vllm_config)
+    assert settings is not None
+    kind = DeviceSpeculator if settings.method in runners.ON_DEVICE else HostSpeculator
+    runner.speculator = kind(runner.vllm_config, runner.device, runner.req_states)
 
 
 def _put_before(thing: Any, mixin: type[Any]) -> None:

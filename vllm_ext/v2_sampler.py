@@ -22,7 +22,7 @@ from vllm.v1.worker.gpu.sample.output import SamplerOutput
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler, get_max_chunk_logits
 
 from vllm_ext.kernels.device_trees import walk
-from vllm_ext.v2_speculator import BACKEND, SLOW_DEPTH, TreeSpeculator
+from vllm_ext.v2_speculator import BACKEND, SLOW_DEPTH, StepRows, TreeSpeculator
 
 REFUSED = -1  # in the place of the token of a row that must not be accepted
 UNKNOWN = -2  # in the place of what a row samples, as long as it has not
@@ -36,13 +36,18 @@ class LearningSampler:
     def __call__(self, logits: torch.Tensor, input_batch: Any) -> Any:
         """vLLM's."""
         if input_batch.req_ids[0] in self.speculator.req_states.req_id_to_index:  # not one made up to warm up
-            rows = input_batch.logits_indices
-            known = self.speculator.not_structured[input_batch.idx_mapping]
-            self.speculator.learn(
-                logits, input_batch.input_ids[rows].to(torch.int64), known, known.to(torch.int32)
-            )
             output = super().__call__(logits, input_batch)  # type: ignore[misc]
-            self.speculator.counts.add(None, output.num_sampled)
+            tokens = input_batch.input_ids[input_batch.logits_indices].to(torch.int64)
+            self.speculator.observe(
+                StepRows(
+                    logits,  # vLLM's sampler has written into a copy
+                    input_batch.idx_mapping,
+                    tokens,
+                    torch.ones_like(tokens, dtype=torch.int32),
+                    output.sampled_token_ids,
+                    output.num_sampled,
+                )
+            )
             return output
         return super().__call__(logits, input_batch)  # type: ignore[misc]
 
@@ -98,11 +103,9 @@ class TreeVerifier(RejectionSampler):  # type: ignore[misc]  # vLLM is untyped t
             input_batch.idx_mapping,
             sampler.req_states.prefill_len.gpu,
         )
-        known = (drafted | (offset == 0)) & trees.not_structured[slots]
-        trees.learn(logits, tokens, known, self.accepted)
-        groups = torch.where(drafted & known, trees.layout.groups[:num_rows], -1)
-        trees.drafter.judge(groups, root + parents.clamp(min=0), self.accepted)
-        trees.counts.add(drafted, num_sampled)
+        trees.observe(
+            StepRows(logits, slots, tokens, self.accepted, sampled, num_sampled, drafted, root, parents)
+        )
         return SamplerOutput(
             sampled_token_ids=sampled,
             logprobs_tensors=logprobs,

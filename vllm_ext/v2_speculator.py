@@ -1,13 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Between vLLM's V2 runner and a device-side drafter: what the steps' parts share, and vLLM's ``BaseSpeculator``.
+"""Between vLLM's V2 runner and what drafts there: what the steps' parts share, and vLLM's ``BaseSpeculator``.
 
-Everything here happens on the device: no value of a tensor is asked for on the host, so that vLLM can prepare the next
-step while this one runs. What the host decides it decides by what it knew before the step.
+A step's parts (`v2_model_state`, `v2_sampler`, `v2_runner`) know the trees of the slots and how the step's rows lie.
+They do not know where the trees come from: grown on the device (`v2_device_speculator`), or by a proposer on the host
+(`v2_host_speculator`). Nothing in this file asks for the value of a tensor on the host, so that vLLM can prepare the
+next step while this one runs. What the host decides it decides by what it knew before the step.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from abc import abstractmethod
+from collections.abc import Iterable
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -17,9 +21,8 @@ from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 
 from vllm_ext import config
 from vllm_ext.kernels.backends import Backend
-from vllm_ext.kernels.device_trees import RowLayout, lay_out
+from vllm_ext.kernels.device_trees import RowLayout, SlotTrees, lay_out
 from vllm_ext.kernels.top_k import top_k_ids
-from vllm_ext.proposers.token_recycling_device import DeviceTokenRecycling
 from vllm_ext.v2_counts import Counts
 
 # vLLM's V2 runner has Triton; on a CPU its tests run it in the interpreter.
@@ -28,28 +31,41 @@ BACKEND: Backend = "triton"
 SLOW_DEPTH = 6
 
 
+class StepRows(NamedTuple):
+    """What a step has computed and verified, on the device: of each request its root's row, then its tree's."""
+
+    logits: torch.Tensor  # [rows, vocab] the target's own; of structured requests with their grammar's mask
+    slots: torch.Tensor  # int [rows] whose a row is
+    tokens: torch.Tensor  # int64 [rows] each row's input token
+    accepted: torch.Tensor  # int32 [rows] 1 if that is part of the output; roots are
+    sampled: torch.Tensor  # int64 [requests, most] the tokens put out, then what nobody is to read
+    num_sampled: torch.Tensor  # int32 [requests] how many these are; 0 as long as a prompt is incomplete
+    # None where the step had no drafts, and each row is a root.
+    drafted: torch.Tensor | None = None  # bool [rows] the row is a node; neither a root nor padding
+    roots: torch.Tensor | None = None  # int64 [rows] the row of its request's root
+    parents: torch.Tensor | None = (
+        None  # int32 [rows] as an offset inside the request; -1 for roots and padding
+    )
+
+
 class TreeSpeculator(BaseSpeculator):  # type: ignore[misc]  # vLLM is untyped to us
     """Drafts of all requests, by slot; and of the step that runs, how they were laid out."""
 
     supports_mm_inputs = False
     draft_logits = None  # drafts are certain
 
+    trees: SlotTrees  # for the next step; the subclass makes them
+    only_chains = False  # by the method's own options
+
     def __init__(self, vllm_config: Any, device: torch.device, req_states: Any) -> None:
         settings = config.from_vllm_config(vllm_config)
         assert settings is not None
+        self.settings = settings
+        self.device = device
         self.req_states = req_states
         self.num_nodes: int = settings.options.num_speculative_tokens
         self.max_num_reqs: int = vllm_config.scheduler_config.max_num_seqs
-        self.drafter = DeviceTokenRecycling(
-            settings.options,  # type: ignore[arg-type]
-            vllm_config.model_config.get_vocab_size(),
-            self.max_num_reqs,
-            device,
-            BACKEND,
-        )
         self.layout = RowLayout.of_size(self.max_num_reqs, self.max_num_reqs * (1 + self.num_nodes), device)
-        self._chains = UvaBackedTensor(self.max_num_reqs, dtype=torch.int32)
-        self._max_depths = UvaBackedTensor(self.max_num_reqs, dtype=torch.int32)
         self.no_past = torch.zeros(self.max_num_reqs, dtype=torch.int32, device=device)
         # By slot: a row's distribution depends on the tokens of its path.
         self.path_dependent = np.zeros(self.max_num_reqs, dtype=bool)
@@ -65,29 +81,24 @@ class TreeSpeculator(BaseSpeculator):  # type: ignore[misc]  # vLLM is untyped t
     def capture(self) -> None:
         """See above."""
 
-    def admit(self, slot: int, params: Any, prompt_len: int, path_dependent: bool) -> None:
+    def admit(self, slot: int, request: Any, path_dependent: bool) -> None:
         """A request has got a slot; its text is on the device.
 
         Args:
             slot: of vLLM's request state.
-            params: its sampling parameters.
-            prompt_len: tokens of its text so far.
+            request: vLLM's ``NewRequestData``; of one that was preempted with what it had put out.
             path_dependent: what is sampled depends on more of the output than its length.
         """
-        structured = params.structured_outputs is not None
+        structured = request.sampling_params.structured_outputs is not None
         self.structured[slot] = structured
         self._not_structured.np[slot] = not structured
         self.path_dependent[slot] = path_dependent
         # vLLM masks the logits along the flat list of drafts: right for a chain, wrong for a tree.
-        chain = structured or self.chain_reason is not None or self.drafter.only_chains
-        self._chains.np[slot] = chain
-        self._max_depths.np[slot] = SLOW_DEPTH if path_dependent else self.num_nodes
-        self.drafter.start(self.req_states.all_token_ids.gpu[slot, :prompt_len])
+        chain = structured or self.chain_reason is not None or self.only_chains
+        self.start(slot, request, chain, SLOW_DEPTH if path_dependent else self.num_nodes)
 
     def apply_staged_writes(self) -> None:
         """After `admit`, before the step."""
-        self._chains.copy_to_uva()
-        self._max_depths.copy_to_uva()
         self._not_structured.copy_to_uva()
 
     @property
@@ -96,15 +107,15 @@ class TreeSpeculator(BaseSpeculator):  # type: ignore[misc]  # vLLM is untyped t
         flags: torch.Tensor = self._not_structured.gpu
         return flags != 0
 
-    def to_device(self, numbers: Any) -> torch.Tensor:
-        """Integers that the host knows, int64, without waiting."""
-        moved: torch.Tensor = async_tensor_h2d(numbers, device=self.drafter.tokens.device, dtype=torch.int64)
+    def to_device(self, numbers: Any, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+        """Integers that the host knows, without waiting."""
+        moved: torch.Tensor = async_tensor_h2d(numbers, device=self.device, dtype=dtype)
         return moved
 
     def lay_out(self, input_batch: Any) -> None:
         """Rows and positions of the step's trees, in buffers that stay where they are."""
         lay_out(
-            self.drafter.trees,
+            self.trees,
             input_batch.idx_mapping,
             input_batch.query_start_loc,
             input_batch.cu_num_logits,
@@ -114,28 +125,41 @@ class TreeSpeculator(BaseSpeculator):  # type: ignore[misc]  # vLLM is untyped t
             BACKEND,
         )
 
-    def learn(
-        self, logits: torch.Tensor, tokens: torch.Tensor, known: torch.Tensor, accepted: torch.Tensor
-    ) -> None:
-        """Take over what the target ranks highest after each row; see `DeviceTokenRecycling.observe`.
+    def observe(self, rows: StepRows) -> None:
+        """A step has been verified."""
+        self.counts.add(rows.drafted, rows.num_sampled)
+        self.learn(rows)
+
+    @staticmethod
+    def top(logits: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """int32 and float32 ``[rows, width]``: ids of each row's largest logits, best first, and these."""
+        top_ids = top_k_ids(logits, width, BACKEND)
+        return top_ids, logits.gather(1, top_ids.to(torch.int64)).to(torch.float32)
+
+    @abstractmethod
+    def start(self, slot: int, request: Any, chain: bool, most_depth: int) -> None:
+        """A request has come, or has come back.
 
         Args:
-            logits: ``[rows, vocab]``, the target's own.
-            tokens: int64 ``[rows]``.
-            known: bool ``[rows]``.
-            accepted: int32 ``[rows]``.
+            slot: see `admit`.
+            request: see `admit`.
+            chain: a tree cannot be verified for it.
+            most_depth: of a node that can be.
         """
-        top_ids = top_k_ids(logits, self.drafter.width, BACKEND)
-        top_logits = logits.gather(1, top_ids.to(torch.int64)).to(torch.float32)
-        self.drafter.observe(tokens, known, accepted, top_ids, top_logits)
 
-    def propose(self, input_batch: Any, *args: Any, dummy_run: bool = False, **kwargs: Any) -> torch.Tensor:
-        """vLLM's: int64 ``[requests, nodes]`` in batch order, after the step's tokens were taken over."""
-        if dummy_run or kwargs.get("num_speculative_tokens") == 0:
-            return self.drafter.tokens[: input_batch.num_reqs]
-        return self.drafter.propose(
-            self.req_states.last_sampled_tokens.view(-1),
-            input_batch.idx_mapping,
-            self._chains.gpu,
-            self._max_depths.gpu,
-        )
+    @abstractmethod
+    def learn(self, rows: StepRows) -> None:
+        """See `observe`; before `propose` makes the next step's trees."""
+
+    @abstractmethod
+    def serve(self) -> None:
+        """Requests have been made up so far, to warm up: what was learnt from them is forgotten."""
+
+    def load(self) -> None:
+        """The model is loaded, nothing has run yet."""
+
+    def finish(self, request_ids: Iterable[str]) -> None:
+        """Requests are gone: finished or aborted, not preempted."""
+
+    def close(self) -> None:
+        """The worker shuts down; may be called again."""

@@ -8,6 +8,7 @@ from typing import Any
 from vllm.platforms import current_platform
 
 from vllm_ext import compat, seams, v2_attention, v2_runner
+from vllm_ext.v2_speculator import TreeSpeculator
 
 if current_platform.is_cpu():
     from vllm.v1.worker.cpu_worker import CPUWorker as PlatformWorker
@@ -29,9 +30,18 @@ class Worker(PlatformWorker):  # type: ignore[misc]  # vLLM is untyped to us
         """vLLM's last step before serving; what the drafter learnt from made-up requests is forgotten."""
         times = super().compile_or_warm_up_model()
         speculator = self.model_runner.speculator
-        speculator.drafter.forget()
+        speculator.serve()
         speculator.counts.reset()
         return times
+
+    def shutdown(self) -> None:
+        """Save what was learnt, then vLLM's own. Also called when start-up has failed, at any point of it."""
+        speculator = getattr(getattr(self, "model_runner", None), "speculator", None)
+        try:
+            if isinstance(speculator, TreeSpeculator):
+                speculator.close()
+        finally:
+            super().shutdown()
 
     def vllm_ext_counters(self) -> dict[str, int]:
         """This rank's totals since start-up, for ``LLM.collective_rpc``; empty on ranks that do not count."""

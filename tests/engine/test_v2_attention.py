@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import V2_METHOD, v2_engine
+from conftest import V2_HOST_METHOD, V2_METHOD, v2_engine
 from helpers import assert_same_outputs
 from v2_requests import counters, generate, prompts, sampling, tokens
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.v2
 
 
 @pytest.fixture(scope="module")
-def llms(v2_dir: str) -> Iterator[tuple[Any, Any]]:
+def llms(v2_dir: str) -> Iterator[tuple[Any, ...]]:
     from vllm.platforms.cpu import CpuPlatform
     from vllm.v1.attention import selector
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
@@ -32,12 +32,14 @@ def llms(v2_dir: str) -> Iterator[tuple[Any, Any]]:
             classmethod(lambda *_, **__: AttentionBackendEnum.TRITON_ATTN.get_path()),
         )
         selector._cached_get_attn_backend.cache_clear()
-        yield v2_engine(v2_dir), v2_engine(v2_dir, V2_METHOD)
+        yield tuple(v2_engine(v2_dir, method) for method in (None, V2_METHOD, V2_HOST_METHOD))
     selector._cached_get_attn_backend.cache_clear()
 
 
-def test_trees_in_triton(llms: tuple[Any, Any]) -> None:
-    plain, trees = llms
+@pytest.mark.parametrize("drafts", ["device", "host"])
+def test_trees_in_triton(llms: tuple[Any, ...], drafts: str) -> None:
+    """Found: of the host's trees the ancestors of the step before, which backends of CPUs do not read."""
+    plain, trees = llms[0], llms[1 + (drafts == "host")]
     runner = trees.llm_engine.model_executor.driver_worker.worker.model_runner
     assert runner.attn_groups[0][0].backend.__module__ == "vllm_ext.v2_attention_triton"
     assert runner.speculator.chain_reason is None

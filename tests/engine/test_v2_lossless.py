@@ -11,21 +11,23 @@ from typing import Any
 
 import pytest
 from helpers import assert_same_outputs
-from v2_requests import counters, generate, prompts, sampling, tokens
+from v2_requests import counters, generate, prompts, sampling, tokens, watch_parents
 from vllm.sampling_params import StructuredOutputsParams
 
 pytestmark = pytest.mark.v2
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 
 
-@pytest.mark.quick
-def test_mixed_requests_in_one_batch(v2_plain: Any, v2_trees: Any) -> None:
+@pytest.mark.parametrize(
+    "v2_either", [pytest.param("v2_trees", marks=pytest.mark.quick), "v2_host"], indirect=True
+)
+def test_mixed_requests_in_one_batch(v2_plain: Any, v2_either: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """More requests than there are places, prompts in chunks beside trees, each request another kind of sampling.
 
     Found: rotary positions of a chain, ancestors of a chain, no KV moved, noise keyed by the flat row.
     """
-    assert v2_trees.llm_engine.vllm_config.use_v2_model_runner
-    runner = v2_trees.llm_engine.model_executor.driver_worker.worker.model_runner
+    assert v2_either.llm_engine.vllm_config.use_v2_model_runner
+    runner = v2_either.llm_engine.model_executor.driver_worker.worker.model_runner
     assert runner.speculator.chain_reason is None
     kinds = [
         sampling(),
@@ -37,22 +39,41 @@ def test_mixed_requests_in_one_batch(v2_plain: Any, v2_trees: Any) -> None:
         sampling(temperature=0.7, seed=9, min_p=0.05, logit_bias={300: 2.0}),
     ]
     texts = prompts(len(kinds))
-    before = counters(v2_trees)
+    before = counters(v2_either)
+    parents = watch_parents(v2_either, monkeypatch)
     expected = generate(v2_plain, texts, kinds)
-    actual = generate(v2_trees, texts, kinds)
+    actual = generate(v2_either, texts, kinds)
     assert_same_outputs(tokens(expected), tokens(actual))
     for a, b in zip(expected[4].logprobs, actual[4].logprobs, strict=True):
         assert list(a) == list(b)
         assert all(abs(a[t].logprob - b[t].logprob) < 1e-3 and a[t].rank == b[t].rank for t in a)
-    new = {name: total - before[name] for name, total in counters(v2_trees).items()}
+    new = {name: total - before[name] for name, total in counters(v2_either).items()}
     assert new["spec_accepted_tokens"] > 20
+    assert any(rows[1:3] == [0, 0] for rows in parents)  # that branch
     assert new["spec_emitted_tokens"] == new["spec_steps"] + new["spec_accepted_tokens"]
     assert new["spec_accepted_tokens"] <= new["spec_draft_tokens"] <= 6 * new["spec_steps"]
     assert new["fallbacks:structured_output_chain"] > 0
     assert new["fallbacks:model_chain"] == new["fallbacks:proposer_error"] == 0
 
 
-def test_penalties_of_a_path(v2_plain: Any, v2_trees: Any) -> None:
+@pytest.mark.quick
+def test_drafts_of_the_host(v2_plain: Any, v2_host: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Found by other tokens: depths of the step before, parents one row too low. By fewer drafts that are accepted:
+    parents of the step before, another request's trees, its tokens in one's own tree, its text.
+    """
+    texts = [text * 2 for text in prompts(4, seed=7)]
+    kinds = [sampling(max_tokens=14), sampling(temperature=0.8, seed=15, max_tokens=14)] * 2
+    parents = watch_parents(v2_host, monkeypatch)
+    before = counters(v2_host)
+    expected = tokens(generate(v2_plain, texts, kinds))
+    assert_same_outputs(expected, tokens(generate(v2_host, texts, kinds)))
+    new = {name: total - before[name] for name, total in counters(v2_host).items()}
+    assert new["spec_accepted_tokens"] > 22
+    assert new["fallbacks:proposer_error"] == 0
+    assert any(rows[1:3] == [0, 0] for rows in parents)  # that branch
+
+
+def test_penalties_of_a_path(v2_plain: Any, v2_either: Any) -> None:
     """Of text that repeats itself, so that trees branch and are accepted. Found: penalties of the flat list."""
     texts = [text * 2 for text in prompts(4, seed=21)]
     kinds = [
@@ -61,15 +82,15 @@ def test_penalties_of_a_path(v2_plain: Any, v2_trees: Any) -> None:
         sampling(max_tokens=40, repetition_penalty=1.1),
         sampling(max_tokens=40, temperature=0.6, seed=4, frequency_penalty=0.2),
     ]
-    before = counters(v2_trees)["spec_accepted_tokens"]
+    before = counters(v2_either)["spec_accepted_tokens"]
     for shift in range(2):  # each text under two of them
         moved = kinds[shift:] + kinds[:shift]
         expected = tokens(generate(v2_plain, texts, moved))
-        assert_same_outputs(expected, tokens(generate(v2_trees, texts, moved)))
-    assert counters(v2_trees)["spec_accepted_tokens"] > before + 30
+        assert_same_outputs(expected, tokens(generate(v2_either, texts, moved)))
+    assert counters(v2_either)["spec_accepted_tokens"] > before + 30
 
 
-def test_bad_words_of_several_tokens(v2_plain: Any, v2_trees: Any) -> None:
+def test_bad_words_of_several_tokens(v2_plain: Any, v2_either: Any) -> None:
     """Forbidden are pairs that the answers have: what is before a node decides."""
     texts = prompts(4, seed=2)
     free = tokens(generate(v2_plain, texts, sampling()))
@@ -78,44 +99,36 @@ def test_bad_words_of_several_tokens(v2_plain: Any, v2_trees: Any) -> None:
     params = sampling(bad_words=[word for word in words if word.strip()])
     expected = tokens(generate(v2_plain, texts, params))
     assert expected != free
-    assert_same_outputs(expected, tokens(generate(v2_trees, texts, params)))
+    assert_same_outputs(expected, tokens(generate(v2_either, texts, params)))
 
 
-def test_the_last_positions_of_the_context(v2_plain: Any, v2_trees: Any) -> None:
+def test_the_last_positions_of_the_context(v2_plain: Any, v2_either: Any) -> None:
     """Room for 1, 2, 4 and 17 tokens, next to a request that has all the room."""
     text = [30 + place % 7 for place in range(255)]
     texts = [text, text[:-1], text[:-3], text[:-16], text[:9]]
     params = sampling(max_tokens=30)
     expected = tokens(generate(v2_plain, texts, params))
     assert [len(answer) for answer in expected] == [1, 2, 4, 17, 30]
-    assert_same_outputs(expected, tokens(generate(v2_trees, texts, params)))
+    assert_same_outputs(expected, tokens(generate(v2_either, texts, params)))
 
 
-def test_blocks_written_by_trees_serve_a_second_turn(v2_plain: Any, v2_trees: Any) -> None:
+def test_blocks_written_by_trees_serve_a_second_turn(v2_plain: Any, v2_either: Any) -> None:
     """Prefix caching: the answer of a first turn is the prompt of the second, and is not computed again."""
     text = prompts(1, seed=3)[0] * 4
     first = {}
-    for llm in (v2_plain, v2_trees):
+    for llm in (v2_plain, v2_either):
         (answer,) = tokens(generate(llm, [text], sampling(max_tokens=60)))
         (again,) = tokens(generate(llm, [text + answer + [400]], sampling(max_tokens=30)))
         first[llm] = answer, again
-    assert_same_outputs(first[v2_plain], first[v2_trees])
-    hits = [m for m in v2_trees.get_metrics() if m.name == "vllm:prefix_cache_hits"]
+    assert_same_outputs(first[v2_plain], first[v2_either])
+    hits = [m for m in v2_either.get_metrics() if m.name == "vllm:prefix_cache_hits"]
     assert hits
     assert hits[0].value >= 64
 
 
-def test_text_in_a_grammar_stays_in_it(v2_trees: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_text_in_a_grammar_stays_in_it(v2_either: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Four structured requests: chains, whose masks vLLM makes along the list. Found: trees for them."""
-    speculator = v2_trees.llm_engine.model_executor.driver_worker.worker.model_runner.speculator
-    propose, parents = speculator.propose, []
-
-    def watching(input_batch: Any, *args: Any, **kwargs: Any) -> Any:
-        drafts = propose(input_batch, *args, **kwargs)
-        parents.extend(speculator.drafter.trees.parents[input_batch.idx_mapping].tolist())
-        return drafts
-
-    monkeypatch.setattr(speculator, "propose", watching)
+    parents = watch_parents(v2_either, monkeypatch)
     params = sampling(
         temperature=0.9,
         seed=3,
@@ -123,7 +136,7 @@ def test_text_in_a_grammar_stays_in_it(v2_trees: Any, monkeypatch: pytest.Monkey
         structured_outputs=StructuredOutputsParams(choice=["alpha beta", "alpha gamma"]),
         ignore_eos=False,
     )
-    outputs = generate(v2_trees, prompts(4, seed=4), params)
+    outputs = generate(v2_either, prompts(4, seed=4), params)
     assert {output.text for output in outputs} <= {"alpha beta", "alpha gamma"}
     assert [output.finish_reason for output in outputs] == ["stop"] * 4
     assert any(rows[2] >= 0 for rows in parents)

@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from conftest import V2_METHOD, v2_engine
+from conftest import V2_HOST_METHOD, V2_METHOD, v2_engine
 from helpers import assert_same_outputs, preemptions
 from v2_requests import counters, generate, prompts, sampling, tokens
 
@@ -67,11 +67,41 @@ def test_structured_requests_scheduled_ahead(v2_plain: Any, ahead: Any) -> None:
     assert_same_outputs(expected, tokens(generate(ahead, texts, kinds)))
 
 
-@pytest.mark.parametrize("scheduled_ahead", [False, True])
-def test_preempted_requests_go_on(v2_dir: str, v2_plain: Any, scheduled_ahead: bool) -> None:
+def test_drafts_of_the_host_scheduled_ahead(v2_dir: str, v2_plain: Any) -> None:
+    """Steps wait for each other there, and what is put out is the same: also behind end tokens and preemptions."""
+    llm = make_ahead(v2_dir, V2_HOST_METHOD, num_gpu_blocks_override=10)
+    texts = [text * 2 for text in prompts(6, seed=19)]
+    kinds = [
+        sampling(max_tokens=80),
+        sampling(max_tokens=80, temperature=0.9, seed=16),
+        sampling(max_tokens=80),
+        sampling(max_tokens=80),
+        sampling(max_tokens=9, temperature=0.8, seed=15),
+        sampling(max_tokens=2),
+    ]
+    free = tokens(generate(v2_plain, texts, kinds))
+    kinds[3] = sampling(max_tokens=80, stop_token_ids=[free[3][60]])
+    expected = tokens(generate(v2_plain, texts, kinds))
+    assert len(expected[3]) < 80
+    assert_same_outputs(expected, tokens(generate(llm, texts, kinds)))
+    assert preemptions(llm) > 0
+    totals = counters(llm)
+    assert totals["spec_accepted_tokens"] > 20
+    assert totals["fallbacks:proposer_error"] == 0
+    drafts = llm.llm_engine.model_executor.driver_worker.worker.model_runner.speculator.drafts
+    generate(llm, texts[:1], sampling(max_tokens=2))  # in whose first step the others' ends are told
+    assert len(drafts._texts) <= 1
+
+
+@pytest.mark.parametrize(
+    ("method", "scheduled_ahead"), [(V2_METHOD, False), (V2_METHOD, True), (V2_HOST_METHOD, False)]
+)
+def test_preempted_requests_go_on(
+    v2_dir: str, v2_plain: Any, method: dict[str, Any], scheduled_ahead: bool
+) -> None:
     """Too few blocks for all four requests: some lose theirs, and are computed again from their text."""
     make = make_ahead if scheduled_ahead else v2_engine
-    llm = make(v2_dir, V2_METHOD, num_gpu_blocks_override=10)
+    llm = make(v2_dir, method, num_gpu_blocks_override=10)
     texts = prompts(4, seed=9)
     kinds = [sampling(max_tokens=70), sampling(max_tokens=70, temperature=0.8, seed=2)] * 2
     expected = tokens(generate(v2_plain, texts, kinds))
@@ -79,27 +109,31 @@ def test_preempted_requests_go_on(v2_dir: str, v2_plain: Any, scheduled_ahead: b
     assert preemptions(llm) > 0
 
 
-def test_fewer_nodes_than_there_are(v2_plain: Any, v2_trees: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fewer_nodes_than_there_are(v2_plain: Any, v2_either: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """What vLLM does with a schedule by batch size: the scheduler asks for other numbers, down to none."""
-    core = v2_trees.llm_engine.engine_core.engine_core
+    core = v2_either.llm_engine.engine_core.engine_core
     texts = prompts(4, seed=10)
     kinds = [sampling(), sampling(temperature=0.8, seed=1), sampling(frequency_penalty=0.4), sampling()]
     expected = tokens(generate(v2_plain, texts, kinds))
     monkeypatch.setattr(core.scheduler, "dynamic_sd_lookup", [0, 3, 1, 2, 0])
-    before = counters(v2_trees)
-    assert_same_outputs(expected, tokens(generate(v2_trees, texts, kinds)))
+    before = counters(v2_either)
+    assert_same_outputs(expected, tokens(generate(v2_either, texts, kinds)))
     monkeypatch.setattr(core.scheduler, "dynamic_sd_lookup", [0, 6, 4, 3, 2])
-    assert_same_outputs(expected, tokens(generate(v2_trees, texts, kinds)))
-    assert counters(v2_trees)["spec_accepted_tokens"] > before["spec_accepted_tokens"]
+    assert_same_outputs(expected, tokens(generate(v2_either, texts, kinds)))
+    assert counters(v2_either)["spec_accepted_tokens"] > before["spec_accepted_tokens"]
 
 
-@pytest.mark.parametrize("scheduled_ahead", [False, True])
-def test_the_goodput_budget(v2_dir: str, v2_plain: Any, scheduled_ahead: bool) -> None:
+@pytest.mark.parametrize(
+    ("method", "scheduled_ahead"), [(V2_METHOD, False), (V2_METHOD, True), (V2_HOST_METHOD, False)]
+)
+def test_the_goodput_budget(
+    v2_dir: str, v2_plain: Any, method: dict[str, Any], scheduled_ahead: bool
+) -> None:
     """Whatever it chooses, the tokens are the same; it has tried all sizes, and graphs would be captured for them."""
     from vllm_ext import v2_scheduler
 
     make = make_ahead if scheduled_ahead else v2_engine
-    llm = make(v2_dir, {**V2_METHOD, "budget": "goodput"})
+    llm = make(v2_dir, {**method, "budget": "goodput"})
     scheduler = llm.llm_engine.engine_core.engine_core.scheduler
     assert isinstance(scheduler, v2_scheduler.Budgeted)
     assert scheduler.budget.levels == [0, 2, 3, 6]

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Nothing in a V2 step waits for the device: no value of a tensor is asked for, no shape depends on one.
+"""Nothing in a V2 step waits for the device: no value of a tensor is asked for, no shape depends on one. Where drafts
+are made on the host a step waits once, in one place.
 
 Once by running steps with everything noted that would wait on a GPU, where it does not; once by reading the code.
 Triton's interpreter and vLLM's own backend for CPUs read tensors as numpy arrays: within these nothing is noted.
@@ -52,7 +53,9 @@ STEPS = {
     "vllm_ext.v2_model_state": ("TreeState.preprocess_state",),
     "vllm_ext.v2_sampler": ("LearningSampler.__call__", "TreeVerifier.__call__"),
     "vllm_ext.v2_runner": ("SpeculativeRunner._settle",),
-    "vllm_ext.v2_speculator": ("TreeSpeculator.propose", "TreeSpeculator.admit"),
+    "vllm_ext.v2_speculator": ("TreeSpeculator.admit",),
+    "vllm_ext.v2_device_speculator": ("DeviceSpeculator.propose",),
+    "vllm_ext.v2_host_speculator": ("HostSpeculator.propose",),
     "vllm_ext.v2_counts": ("Counts.add",),
 }
 
@@ -98,6 +101,11 @@ def _within(change: int) -> Callable[[Any], Any]:
     return wrap
 
 
+def _waits_for_copy(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether such a ``Tensor.to`` would: to the host, and not one that goes on meanwhile."""
+    return "cpu" in (*args, kwargs.get("device")) and not kwargs.get("non_blocking")
+
+
 @pytest.fixture
 def trapped(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     from importlib import import_module
@@ -106,15 +114,15 @@ def trapped(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
     from vllm_ext import v2_runner
 
-    for name in METHODS:
+    for name in (*METHODS, "to"):
         original = getattr(torch.Tensor, name)
 
         def noting(self: Any, *args: Any, _name: str = name, _original: Any = original, **kwargs: Any) -> Any:
             if _trapping:
                 caller = traceback.extract_stack(limit=2)[0]
                 # vLLM's own asks tensors that are on the host.
-                if caller.filename.startswith(OURS):
-                    _waits.append(f"Tensor.{_name} in {caller.filename}:{caller.lineno}")
+                if caller.filename.startswith(OURS) and (_name != "to" or _waits_for_copy(args, kwargs)):
+                    _waits.append(f"Tensor.{_name} in {Path(caller.filename).name}, {caller.name}")
             return _original(self, *args, **kwargs)
 
         monkeypatch.setattr(torch.Tensor, name, noting)
@@ -150,14 +158,36 @@ def test_no_step_asks_for_a_value(v2_trees: Any, trapped: None) -> None:
 
 
 @pytest.mark.quick
+def test_drafts_of_the_host_wait_once_a_step(
+    v2_host: Any, trapped: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For what the step has put out; the drafts go back without a wait. Found: a second copy, of the top ids."""
+    drafts = v2_host.llm_engine.model_executor.driver_worker.worker.model_runner.speculator.drafts
+    step, steps = drafts.step, list[int]()
+
+    def counting(names: Any, verified: Any, level: int) -> Any:
+        steps.append(level)
+        with _state(0):  # on the host alone
+            return step(names, verified, level)
+
+    monkeypatch.setattr(drafts, "step", counting)
+    before = counters(v2_host)["spec_accepted_tokens"]
+    generate(v2_host, prompts(2, seed=12), sampling(max_tokens=8))
+    assert len(steps) > 2
+    assert _waits == ["Tensor.numpy in v2_host_speculator.py, _wait"] * len(steps)
+    assert counters(v2_host)["spec_accepted_tokens"] > before
+
+
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("module", "name", "waits"),
     [
         ("vllm_ext.v2_sampler", "walk", lambda *a: a[5].max().item()),
         ("vllm_ext.proposers.token_recycling_device", "grow", lambda *a: bool((a[2] > 0).all())),
         ("vllm_ext.v2_speculator", "lay_out", lambda *a: a[4][a[4] > 3]),
+        ("vllm_ext.v2_sampler", "walk", lambda *a: a[5].to("cpu")),
     ],
-    ids=["item", "bool", "mask"],
+    ids=["item", "bool", "mask", "copy"],
 )
 def test_the_trap_finds_what_waits(
     v2_trees: Any, trapped: None, monkeypatch: pytest.MonkeyPatch, module: str, name: str, waits: Any
@@ -179,6 +209,7 @@ def test_the_trap_finds_what_waits(
 FILES = (
     # Rules read their requests' tokens on the host, and wait for these.
     *(file for file in sorted((ROOT / "vllm_ext").glob("v2_*.py")) if file.name != "v2_rules.py"),
+    ROOT / "vllm_ext/tree_rows.py",
     ROOT / "proposers/token_recycling_device.py",
     *(ROOT / "kernels" / name for name in ("device_trees.py", "device_trees_triton.py")),
     *(ROOT / "kernels" / name for name in ("path_move.py", "path_move_triton.py")),
@@ -187,6 +218,8 @@ FILES = (
 KNOWN = {
     "Counts._take",  # what has arrived on the host
     "Counts.totals",  # asked for from outside
+    "HostSpeculator._wait",  # the one wait there is
+    "HostSpeculator._verified",  # numpy: what has arrived on the host
     "SpeculativeRunner._path_dependent",  # numpy arrays of vLLM's
     "DeviceTokenRecycling.forget",  # a constant
     "TreeState.prepare_attn",  # numpy: query_start_loc_np

@@ -1,0 +1,215 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Between V2's tensors and a drafter on the host, without an engine: what a step says arrives, its trees get back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("vllm")
+
+from vllm_ext import config, metrics, tree_rows, v2_host_speculator, v2_speculator
+from vllm_ext.host_drafts import Verified
+from vllm_ext.kernels.top_k import top_k_ids
+from vllm_ext.proposers.base import Proposer, Request
+from vllm_ext.proposers.tree import DraftTree
+from vllm_ext.v2_host_speculator import HostSpeculator
+from vllm_ext.v2_speculator import StepRows
+
+VOCAB, SLOTS, NODES, WIDTH = 30, 3, 4, 2
+
+
+class Silent(Proposer):
+    """Drafts nothing."""
+
+    summary: ClassVar[str] = "drafts nothing"
+    paper: ClassVar[str] = "none"
+    verified_top_k = WIDTH
+
+    @classmethod
+    def from_options(cls, options: Any, vocab_size: int) -> Silent:
+        return cls()
+
+    @property
+    def memory_bytes(self) -> int:
+        return 0
+
+    def propose(self, requests: Sequence[Request]) -> list[DraftTree]:
+        return [DraftTree.empty() for _ in requests]
+
+
+class OnHost:
+    """vLLM's buffer that host and device both see; its own is in pinned memory, which wants a driver."""
+
+    def __init__(self, size: int, dtype: torch.dtype) -> None:
+        self.gpu = torch.zeros(size, dtype=dtype)
+        self.np = self.gpu.numpy()
+
+    def copy_to_uva(self) -> None:
+        """The same memory."""
+
+
+@pytest.fixture
+def speculator(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> Iterator[HostSpeculator]:
+    monkeypatch.setattr(v2_speculator, "UvaBackedTensor", OnHost)
+    monkeypatch.setattr(v2_speculator, "BACKEND", "torch")
+    alone = SimpleNamespace(broadcast=lambda tensor: tensor)
+    monkeypatch.setattr(v2_host_speculator, "get_tp_group", lambda: alone)
+    monkeypatch.setattr(metrics, "counter_path", lambda *_: tmp_path / "counters" / "file")
+    monkeypatch.setattr(config.Settings, "proposer_class", Silent)
+    speculation = {"method": "suffix_tree", "num_speculative_tokens": NODES}
+    vllm_config = SimpleNamespace(
+        additional_config={"vllm_ext": {"speculation": speculation}},
+        model_config=SimpleNamespace(get_vocab_size=lambda: VOCAB, max_model_len=50),
+        parallel_config=SimpleNamespace(rank=0, world_size=1, data_parallel_index=0),
+        scheduler_config=SimpleNamespace(max_num_seqs=SLOTS),
+    )
+    made = HostSpeculator(vllm_config, torch.device("cpu"), None)
+    made.load()
+    made.serve()
+    return made
+
+
+def watch(
+    speculator: HostSpeculator, monkeypatch: pytest.MonkeyPatch, trees: list[DraftTree]
+) -> list[tuple[list[str], Verified, int]]:
+    """What the drafter is told from now on; it answers with these trees."""
+    told: list[tuple[list[str], Verified, int]] = []
+
+    def step(names: list[str], verified: Verified, level: int) -> Any:
+        told.append((names, verified, level))
+        return trees, np.array([21, 22], np.int32)[: len(trees)]
+
+    monkeypatch.setattr(speculator.drafts, "step", step)
+    return told
+
+
+def batch(names: list[str], slots: list[int], row_start: list[int]) -> Any:
+    return SimpleNamespace(
+        req_ids=names,
+        num_reqs=len(names),
+        idx_mapping=torch.tensor(slots, dtype=torch.int32),
+        cu_num_logits_np=np.array(row_start),
+    )
+
+
+def test_what_a_step_says_arrives_whole(speculator: HostSpeculator, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Found: logits read as integers, accepted and drafted exchanged, sampled tokens of the flat list."""
+    tree = DraftTree(
+        np.array([7, 8, 9], np.int32), np.array([-1, -1, 0], np.int32), np.array([0.6, 0.4, 0.2], np.float32)
+    )
+    told = watch(speculator, monkeypatch, [DraftTree.empty(), tree])
+    logits = torch.randn((5, VOCAB), generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
+    speculator.observe(
+        StepRows(
+            logits,
+            torch.tensor([2, 2, 2, 0, 0]),
+            torch.tensor([4, 5, 6, 7, 8]),
+            torch.tensor([1, 0, 1, 1, 0], dtype=torch.int32),
+            torch.tensor([[6, 11, 0, 0, 0], [12, 0, 0, 0, 0]]),
+            torch.tensor([2, 1], dtype=torch.int32),
+            torch.tensor([False, True, True, False, True]),
+            torch.tensor([0, 0, 0, 3, 3]),
+            torch.tensor([-1, 0, 0, -1, 0], dtype=torch.int32),
+        )
+    )
+    drafts = speculator.propose(batch(["a", "b"], [2, 0], [0, 3, 5]), num_speculative_tokens=3)
+    ((names, verified, level),) = told
+    assert (names, level) == (["a", "b"], 3)
+    assert verified.row_start.tolist() == [0, 3, 5]
+    assert verified.tokens.tolist() == [4, 5, 6, 7, 8]
+    assert verified.parents.tolist() == [-1, 0, 0, -1, 0]
+    assert verified.drafted.tolist() == [False, True, True, False, True]
+    assert verified.accepted.tolist() == [True, False, True, True, False]
+    assert verified.sampled == [[6, 11], [12]]
+    expected = top_k_ids(logits, WIDTH, "torch")
+    assert verified.top_ids.tolist() == expected.tolist()
+    assert verified.top_logits.tolist() == logits.float().gather(1, expected.long()).tolist()
+    assert drafts.tolist() == [[21] * 4, [7, 8, 9, 22]]
+    # Of slot 2 the tree without nodes, of slot 0 the other; slot 1 has none yet.
+    assert speculator.trees.parents.tolist() == [[-1, 0, 0, 1, -1], [-1] * 5, [-1] * 5]
+    assert speculator.trees.depths.tolist() == [[0, 1, 1, 2, 1], [0, 1, 1, 1, 1], [0, 1, 1, 1, 1]]
+    assert speculator.trees.bits[0, :, 0].tolist() == [1, 0b11, 0b101, 0b1011, 0b10000]
+    assert not (speculator.trees.groups >= 0).any()
+
+
+def test_of_a_step_without_drafts_each_row_is_a_root(
+    speculator: HostSpeculator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = watch(speculator, monkeypatch, [])
+    before = [part.clone() for part in speculator.trees]
+    speculator.observe(
+        StepRows(
+            torch.zeros((2, VOCAB)),
+            torch.tensor([1, 0]),
+            torch.tensor([4, 5]),
+            torch.ones(2, dtype=torch.int32),
+            torch.tensor([[6], [7]]),
+            torch.tensor([1, 0], dtype=torch.int32),
+        )
+    )
+    made = batch(["a", "b"], [1, 0], [0, 1, 2])
+    assert speculator.propose(made, dummy_run=True).shape == (2, NODES)
+    assert not told
+    # Level 0: the drafter hears of the step, and no tree is written.
+    assert speculator.propose(made, num_speculative_tokens=0).shape == (2, NODES)
+    ((_, verified, level),) = told
+    assert level == 0
+    assert verified.parents.tolist() == [-1, -1]
+    assert verified.drafted.tolist() == [False, False]
+    assert verified.accepted.tolist() == [True, True]
+    assert verified.sampled == [[6], []]
+    assert all(torch.equal(a, b) for a, b in zip(speculator.trees, before, strict=True))
+
+
+def test_ranks_verify_the_trees_of_the_first(
+    speculator: HostSpeculator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Here the proposer has failed, on rank 0 it has not."""
+    watch(speculator, monkeypatch, [DraftTree.empty()])
+    tree = DraftTree(np.array([7], np.int32), np.array([-1], np.int32), np.array([0.6], np.float32))
+    first = torch.from_numpy(tree_rows.pack([tree], np.array([21], np.int32), NODES))
+    group = SimpleNamespace(broadcast=lambda tensor: tensor.copy_(first))
+    monkeypatch.setattr(v2_host_speculator, "get_tp_group", lambda: group)
+    speculator.observe(
+        StepRows(
+            torch.zeros((1, VOCAB)),
+            torch.tensor([1]),
+            torch.tensor([4]),
+            torch.ones(1, dtype=torch.int32),
+            torch.tensor([[6]]),
+            torch.tensor([1], dtype=torch.int32),
+        )
+    )
+    drafts = speculator.propose(batch(["a"], [1], [0, 1]), num_speculative_tokens=NODES)
+    assert drafts.tolist() == [[7, 21, 21, 21]]
+    assert speculator.trees.parents[1].tolist() == [-1, 0, -1, -1, -1]
+
+
+@pytest.mark.parametrize(
+    ("structured", "path_dependent", "chain", "depth"),
+    [
+        (None, False, False, NODES),
+        ("schema", False, True, NODES),
+        (None, True, False, v2_speculator.SLOW_DEPTH),
+    ],
+)
+def test_the_drafter_is_told_what_can_be_verified(
+    speculator: HostSpeculator,
+    monkeypatch: pytest.MonkeyPatch,
+    structured: Any,
+    path_dependent: bool,
+    chain: bool,
+    depth: int,
+) -> None:
+    told: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(speculator.drafts, "admit", lambda *args: told.append(args))
+    request = SimpleNamespace(sampling_params=SimpleNamespace(structured_outputs=structured))
+    speculator.admit(1, request, path_dependent)
+    assert told == [(request, chain, depth)]
+    assert speculator.not_structured.tolist() == [False, structured is None, False]

@@ -63,7 +63,7 @@ def merge_span(halves: Any, floats: Any, starts: Any, head_size: int, block_size
     left: Any = len(starts) * block_size
     width = 2 * head_size
     sums = np.empty(left * width, np.float32)  # of keys and values, by token
-    counts = np.ones(left, np.float32)
+    counts, squares = np.ones(left, np.float32), np.zeros(left, np.float32)
     for i in range(len(starts)):
         at = starts[i] // 2
         side = np.empty(head_size * block_size, np.float32)
@@ -73,26 +73,35 @@ def merge_span(halves: Any, floats: Any, starts: Any, head_size: int, block_size
             token = (i * block_size + t) * width
             for d in range(head_size):
                 sums[token + d] = side[d * block_size + t]
+                squares[i * block_size + t] += sums[token + d] * sums[token + d]
             for d in range(0, head_size, LANES):
                 value = load_vector(halves, at + (block_size + t) * head_size + d)
                 store_vector(sums, token + head_size + d, value)
     while left > block_size:
-        left = _merge_some(sums, counts, left, head_size, block_size, numbers[0])
+        left = _merge_some(sums, counts, squares, left, head_size, block_size, numbers[0])
 
     logs = starts[0] // 4 + head_size * block_size
     side = np.empty(width * block_size, np.float32)
+    weight = np.float32(numbers[1] / (2e6 * head_size))
     for t in range(block_size):
         share = np.float32(1.0) / counts[t]
+        apart = squares[t] * share
         for d in range(head_size):
-            side[d * block_size + t] = sums[t * width + d] * share
+            key = sums[t * width + d] * share
+            apart -= key * key
+            side[d * block_size + t] = key
             side[(block_size + t) * head_size + d] = sums[t * width + head_size + d] * share
-        floats[logs + t] = np.float32(np.log(counts[t]))
+        if counts[t] == 1:  # not what is rounded
+            apart = np.float32(0.0)
+        floats[logs + t] = np.float32(np.log(counts[t])) + weight * max(apart, np.float32(0.0))
     for j in range(0, width * block_size, LANES):
         store_vector(halves, starts[0] // 2 + j, load_vector(side, j))
 
 
 @numba.njit(error_model="numpy")  # type: ignore[untyped-decorator]
-def _merge_some(sums: Any, counts: Any, num: int, head_size: int, block_size: int, rounds: int) -> int:
+def _merge_some(
+    sums: Any, counts: Any, squares: Any, num: int, head_size: int, block_size: int, rounds: int
+) -> int:
     """One round among the first ``num``; returns how many are left, which come first then."""
     width = 2 * head_size
     evens, odds = (num + 1) // 2, num // 2
@@ -127,11 +136,12 @@ def _merge_some(sums: Any, counts: Any, num: int, head_size: int, block_size: in
         for d in range(width):
             sums[other * width + d] += sums[token * width + d]
         counts[other] += counts[token]
+        squares[other] += squares[token]
         gone[token] = True
     left: Any = 0
     for i in range(num):
         if not gone[i]:
             sums[left * width : (left + 1) * width] = sums[i * width : (i + 1) * width]
-            counts[left] = counts[i]
+            counts[left], squares[left] = counts[i], squares[i]
             left += 1
     return int(left)

@@ -57,6 +57,9 @@ def test_divergence_by_position() -> None:
     assert [row["perplexity_ratio"] for row in rows] == pytest.approx([1] * 4 + [2] * 4)
     assert [row["kl"] > 0.1 for row in rows] == [False] * 4 + [True] * 4
     assert found["kl"] == pytest.approx(sum(row["kl"] for row in rows) / 8)
+    windows = divergence([plain, plain], [other, plain])["by_window"]
+    assert [row["perplexity_ratio"] for row in windows] == pytest.approx([2**0.5, 1])
+    assert [row["last_quarter"] for row in windows] == pytest.approx([2, 1])
 
 
 def test_windows_are_of_the_text_and_prompts_have_no_common_beginning() -> None:

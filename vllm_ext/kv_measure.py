@@ -264,7 +264,9 @@ def divergence(plain: Sequence[Sequence[Place]], found: Sequence[Sequence[Place]
     Returns:
         ``same_likeliest``, the part of places with the same likeliest token; ``kl``, nats, a lower bound of the mean
         KL divergence from plain: that over the tokens both have among their likeliest, and all others as one;
-        ``by_position``, for each part of the context: its last token, ``kl`` and ``perplexity_ratio``.
+        ``by_position``, for each part of the context: its last token, ``kl`` and ``perplexity_ratio``; ``by_window``,
+        the latter for each window, and of its last quarter: by them two methods can be told from noise, window by
+        window.
     """
     pairs = [list(zip(one, other, strict=True)) for one, other in zip(plain, found, strict=True)]
     everything = [pair for window in pairs for pair in window]
@@ -277,14 +279,25 @@ def divergence(plain: Sequence[Sequence[Place]], found: Sequence[Sequence[Place]
             {
                 "end": end,
                 "kl": statistics.fmean(kl(*pair) for pair in inside),
-                "perplexity_ratio": math.exp(statistics.fmean(a.log_prob - b.log_prob for a, b in inside)),
+                "perplexity_ratio": _perplexity_ratio(inside),
             }
         )
     return {
         "same_likeliest": statistics.fmean(a.best == b.best for a, b in everything),
         "kl": statistics.fmean(kl(*pair) for pair in everything),
         "by_position": by_position,
+        "by_window": [
+            {
+                "perplexity_ratio": _perplexity_ratio(window),
+                "last_quarter": _perplexity_ratio(window[len(window) * 3 // 4 :]),
+            }
+            for window in pairs
+        ],
     }
+
+
+def _perplexity_ratio(pairs: Sequence[tuple[Place, Place]]) -> float:
+    return math.exp(statistics.fmean(plain.log_prob - found.log_prob for plain, found in pairs))
 
 
 def kl(plain: Place, found: Place) -> float:

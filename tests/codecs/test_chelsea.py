@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from pydantic import ValidationError
@@ -12,7 +14,7 @@ from vllm_ext.codecs.chelsea import Chelsea, ChelseaOptions
 BLOCK, HEAD = 16, 32
 
 
-def codec(**options: int) -> Chelsea:
+def codec(**options: Any) -> Chelsea:
     return Chelsea(ChelseaOptions(**options), BLOCK, HEAD)
 
 
@@ -27,11 +29,11 @@ def attended(
     return torch.softmax(query @ keys.mT + bias, -1) @ values
 
 
-@pytest.mark.parametrize("ratio", [2, 3, 4, 8])
+@pytest.mark.parametrize("ratio", [2, 3, 4, 8, 17])
 @pytest.mark.parametrize("rounds", [1, 4, 16])
 def test_every_token_counts_once(ratio: int, rounds: int) -> None:
     """Counts sum to the tokens of a span, and the weighted means to their sum."""
-    which = codec(ratio=ratio, rounds=rounds)
+    which = codec(ratio=ratio, rounds=rounds, spread=0.0)
     keys, values = random(2, ratio, BLOCK, HEAD), random(2, ratio, BLOCK, HEAD, seed=1)
     merged = which.merge(which.encode(keys, values))
     assert merged.shape == (2, BLOCK * which.bytes_per_token)
@@ -66,6 +68,23 @@ def test_counts_matter() -> None:
     assert float((attended(query, *found, torch.zeros(BLOCK)) - dense).abs().max()) > 0.1
 
 
+def test_means_weigh_more_by_how_far_their_keys_are_apart() -> None:
+    """In the mean over queries of the variance that is assumed, what tokens weigh together is nearer to what it was."""
+    keys, values = random(4 * BLOCK, HEAD), random(4 * BLOCK, HEAD, seed=1)
+    queries = random(4000, HEAD, seed=2) * 1.25**0.5
+
+    def lost(spread: float) -> float:
+        which = codec(ratio=4, spread=spread)
+        merged = which.merge(which.encode(keys.view(4, BLOCK, HEAD), values.view(4, BLOCK, HEAD)))
+        weigh = torch.logsumexp(
+            queries @ which.decode(merged)[0].mT / HEAD**0.5 + which.log_counts(merged), -1
+        )
+        return float((torch.logsumexp(queries @ keys.mT / HEAD**0.5, -1) - weigh).mean())
+
+    assert lost(0.0) > 0.3
+    assert abs(lost(1.25)) < 0.3 * lost(0.0)
+
+
 def test_what_is_like_nothing_else_remains() -> None:
     """An odd one among near copies stays as it is, in whichever place it stands."""
     which = codec(ratio=2, rounds=16)
@@ -91,7 +110,9 @@ def test_which_blocks_are_read() -> None:
     assert list(which.blocks_of(1)) == [5, 6, 7, 8]
 
 
-@pytest.mark.parametrize("options", [{"ratio": 1}, {"ratio": 9}, {"rounds": 0}, {"window": 0}, {"bits": 4}])
+@pytest.mark.parametrize(
+    "options", [{"ratio": 1}, {"ratio": 33}, {"rounds": 0}, {"spread": -1.0}, {"window": 0}, {"bits": 4}]
+)
 def test_options_that_are_refused(options: dict[str, object]) -> None:
     with pytest.raises(ValidationError):
         ChelseaOptions.model_validate(options)

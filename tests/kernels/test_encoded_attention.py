@@ -59,6 +59,8 @@ def compare(caches: Sequence[Cache], outputs: Sequence[Any], dtype: torch.dtype)
     tolerance = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}[dtype]
     if isinstance(codec, Gear):
         tolerance = max(tolerance, 5e-4)
+    if isinstance(codec, Chelsea):  # a mean that is rounded to its neighbour weighs as much as many tokens
+        tolerance = max(tolerance, 5e-5)
     for reference, found in zip(*outputs, strict=True):
         torch.testing.assert_close(found, reference, rtol=tolerance, atol=tolerance)
 

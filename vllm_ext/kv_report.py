@@ -18,6 +18,7 @@ from vllm_ext.bench_svg import ANY, PAINT, canvas, draw_layouts
 from vllm_ext.bench_tables import Cell, Key, Table, method_keys
 
 Point = tuple[float, float]
+LETTER = 12  # points that a letter is high
 
 
 def html(name: str, document: Any) -> str:
@@ -200,17 +201,22 @@ def _points(points: Sequence[tuple[Key, Point]]) -> list[str]:
         axes.plot(1, 0, "s", color=PAINT["plain"], markersize=7, clip_on=False)
         for key, point in points:
             axes.plot(*point, "o", color=PAINT[key.colour], markersize=7)
+        axes.set_yscale("symlog", linthresh=1)
+        axes.set_ylim(bottom=min([-0.2, *(1.2 * y for _, (_, y) in points)]))
+        axes.set_xlim(0.8, max([2.0, *(x for _, (x, _) in points)]) * 1.1)
+        labelled: list[Point] = []
+        for key, point in points:  # letters of points in one place stand above each other
+            x, y = axes.transData.transform(point)
+            near = sum(abs(x - other) < 2 * LETTER and abs(y - up) < LETTER for other, up in labelled)
+            labelled.append((x, y))
             axes.annotate(
                 key.letter,
                 point,
-                xytext=(7, 5),
+                xytext=(7, 5 + LETTER * near),
                 textcoords="offset points",
                 fontweight="bold",
                 color=PAINT[key.colour],
             )
-        axes.set_yscale("symlog", linthresh=1)
-        axes.set_ylim(bottom=min([-0.2, *(1.2 * y for _, (_, y) in points)]))
-        axes.set_xlim(0.8, max([2.0, *(x for _, (x, _) in points)]) * 1.1)
         axes.set_xlabel("tokens in the same memory, multiples of vLLM's")
         axes.set_ylabel("perplexity, % more")
         axes.yaxis.set_major_formatter("{x:g}")

@@ -50,6 +50,11 @@ class MethodOptions(BaseModel):
         description="goodput: of each tree verify what pays at the current load, down to nothing; "
         "fixed: always num_speculative_tokens",
     )
+    linear_layers: Literal["auto", "vllm"] = Field(
+        default="auto",
+        description="auto: on x86 CPUs without AMX bfloat16 layers multiply a tree's rows in about the time of one; "
+        "vllm: vLLM's own products",
+    )
     state_dir: str | None = Field(
         default=None,
         min_length=1,

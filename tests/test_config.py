@@ -15,6 +15,7 @@ def test_defaults() -> None:
     assert settings.options.model_dump() == {
         "num_speculative_tokens": 16,
         "budget": "goodput",
+        "linear_layers": "auto",
         "state_dir": None,
         "state_interval_minutes": 10.0,
         "matrix_width": 8,

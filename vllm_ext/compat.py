@@ -70,6 +70,12 @@ HOOKS = (
         ("vllm_config",),
         "loads our drafter",
     ),
+    Hook(
+        "vllm.model_executor.layers.utils",
+        "dispatch_cpu_unquantized_gemm",
+        ("layer", "remove_weight"),
+        "gives layers on CPUs their product",
+    ),
     Hook("vllm.v1.worker.gpu_worker", "Worker.init_device", ("self",), "installs our runner"),
     Hook("vllm.v1.core.sched.scheduler", "Scheduler", ("vllm_config",), "reserves a draft model's KV slots"),
     Hook(

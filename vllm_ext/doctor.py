@@ -199,6 +199,18 @@ def _runtime() -> Iterator[Check]:
 
     if not current_platform.is_cpu():
         return
+    import torch
+
+    from vllm_ext import linear_layers
+
+    reason = linear_layers.reason_against(torch.bfloat16)
+    yield Check(
+        "ok",
+        "linear layers",
+        f"bfloat16: vLLM's own products: {reason}"
+        if reason
+        else "bfloat16: a tree's dozen rows in about the time of one",
+    )
     if cpu.emulates_bfloat16():
         yield Check("warn", "bfloat16", cpu.EMULATED, cpu.WAY_OUT)
     preload = os.environ.get("LD_PRELOAD", "")

@@ -6,6 +6,8 @@ from __future__ import annotations
 import functools
 import logging
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 FALL_ASLEEP_SECONDS = 0.2
@@ -92,3 +94,27 @@ def read_requests() -> None:
         return request
 
     InputProcessor.process_inputs = process_inputs
+
+
+@contextmanager
+def multiply_few_rows_fast() -> Iterator[None]:
+    """Let the layers of models that are loaded meanwhile multiply as in `linear_layers`, where they can.
+
+    vLLM gives each layer its product in one function and asks no registry; a quantization method of ours, the one way
+    to name another, would stand in the place of the model's own.
+    """
+    from vllm.model_executor.layers import utils
+
+    from vllm_ext import linear_layers
+
+    original = utils.dispatch_cpu_unquantized_gemm
+
+    def dispatch_cpu_unquantized_gemm(layer: Any, remove_weight: bool) -> None:
+        if not linear_layers.take_over(layer, remove_weight):
+            original(layer, remove_weight)
+
+    utils.dispatch_cpu_unquantized_gemm = dispatch_cpu_unquantized_gemm
+    try:
+        yield
+    finally:
+        utils.dispatch_cpu_unquantized_gemm = original

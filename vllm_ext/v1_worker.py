@@ -13,6 +13,8 @@ from vllm.platforms import current_platform
 from vllm_ext import (
     compat,
     kv_cache,
+    linear_layers,
+    patches,
     rules,
     v1_attention,
     v1_beside,
@@ -120,6 +122,13 @@ class Worker(RulesWorker):
         finally:
             model_config.logits_processors = processors
         v1_runner.install(self.model_runner)
+
+    def load_model(self, *args: Any, **kwargs: Any) -> Any:
+        """vLLM's; on a CPU with layers that multiply a tree's rows in the time of one."""
+        if not linear_layers.wanted(self.vllm_config):
+            return super().load_model(*args, **kwargs)
+        with patches.multiply_few_rows_fast():
+            return super().load_model(*args, **kwargs)
 
     def compile_or_warm_up_model(self) -> Any:
         """vLLM's last step before serving; then the model's costs are measured."""

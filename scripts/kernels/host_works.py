@@ -28,6 +28,7 @@ from vllm_ext.kernels import (
 from vllm_ext.kernels.encoded_attention import EncodedRows, encoded_attention
 from vllm_ext.kernels.kv_layouts import vec_layout
 from vllm_ext.kernels.kv_move import Places, move_tokens
+from vllm_ext.kernels.linear import linear, pack
 from vllm_ext.kernels.top_k import top_k_ids
 from vllm_ext.kernels.tree_attention import tree_attention
 
@@ -65,6 +66,8 @@ def works(ops: set[str] | None) -> Iterator[Work]:
         yield from _attention()
     if ops is None or "encoded_attention" in ops:
         yield from _encoded()
+    if ops is None or "linear" in ops:
+        yield from _linear()
 
 
 def _top_k() -> Iterator[Work]:
@@ -145,6 +148,24 @@ def _encoded() -> Iterator[Work]:
     size = f"1 row, context {context}, kivi 4 bits, float32"
     num_bytes = context * kv_heads * codec.bytes_per_token
     yield Work("encoded_attention", "numba", size, error, 1e-5, call, num_bytes)
+
+
+def _linear() -> Iterator[Work]:
+    rows, inputs, outputs = 12, 576, 3072
+    weights = [torch.randn(outputs, inputs).bfloat16() for _ in range(COLD // (2 * inputs * outputs))]
+    packed, bias = [pack(weight) for weight in weights], torch.randn(outputs)
+    x = torch.randn(rows, inputs).bfloat16()
+
+    def error() -> float:
+        exact = x.double() @ weights[0].double().T + bias.double()
+        return distance(linear(x, packed[0], bias, "numba"), exact)
+
+    pool = itertools.cycle(packed)
+    size = f"{rows} rows, {inputs} to {outputs}, bfloat16 from memory"
+    num_bytes, flops = weights[0].nbytes, 2 * rows * inputs * outputs
+    yield Work(
+        "linear", "numba", size, error, 1e-2, lambda: linear(x, next(pool), bias, "numba"), num_bytes, flops
+    )
 
 
 def _moved(rng: np.random.Generator) -> Iterator[tuple[str, Call, int]]:

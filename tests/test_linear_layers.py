@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's layers with our product: which are taken over, and what becomes of the others."""
+
+from __future__ import annotations
+
+import platform
+
+import pytest
+import torch
+from vllm.model_executor.layers import utils
+
+from vllm_ext import linear_layers, patches
+
+
+def layer(outputs: int, inputs: int, dtype: torch.dtype = torch.bfloat16) -> torch.nn.Linear:
+    return torch.nn.Linear(inputs, outputs, dtype=dtype).requires_grad_(False)
+
+
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_layers_multiply_as_before(with_bias: bool) -> None:
+    made = layer(64, 48)
+    bias = made.bias if with_bias else None
+    x = torch.randn(3, 48).bfloat16()
+    want = torch.nn.functional.linear(x, made.weight, bias)
+    before = utils.dispatch_cpu_unquantized_gemm
+    with patches.multiply_few_rows_fast():
+        utils.dispatch_cpu_unquantized_gemm(made, True)
+    assert utils.dispatch_cpu_unquantized_gemm is before
+    assert made.weight.numel() == 0  # held once
+    got = utils.cpu_unquantized_gemm(made, x, made.weight, bias)
+    assert (got.float() - want.float()).abs().max() < 2e-2
+    compiled = torch.compile(
+        lambda x: utils.cpu_unquantized_gemm(made, x, made.weight, bias), backend="eager"
+    )
+    assert torch.equal(compiled(x), got)
+
+
+def test_weights_that_others_read_stay() -> None:
+    made = layer(64, 48)
+    assert linear_layers.take_over(made, remove_weight=False)
+    assert made.weight.shape == (64, 48)
+
+
+@pytest.mark.parametrize("made", [layer(48, 48), layer(64, 47), layer(64, 48, torch.float32)], ids=str)
+def test_other_layers_are_left_to_vllm(made: torch.nn.Linear) -> None:
+    x = torch.randn(3, made.in_features, dtype=made.weight.dtype)
+    want = torch.nn.functional.linear(x, made.weight)
+    assert not linear_layers.take_over(made, remove_weight=True)
+    with patches.multiply_few_rows_fast():
+        utils.dispatch_cpu_unquantized_gemm(made, False)
+    got = utils.cpu_unquantized_gemm(made, x, made.weight)
+    assert (got - want).abs().max() < 2e-2
+
+
+def test_where_vllms_own_product_serves_better(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "float32" in str(linear_layers.reason_against(torch.float32))
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
+    assert "AMX" in str(linear_layers.reason_against(torch.bfloat16))
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+    monkeypatch.setattr(torch.cpu, "_is_avx2_supported", lambda: False)
+    assert "AVX2" in str(linear_layers.reason_against(torch.bfloat16))
+    monkeypatch.setattr(platform, "machine", lambda: "aarch64")
+    assert "aarch64" in str(linear_layers.reason_against(torch.bfloat16))

@@ -3,8 +3,9 @@
 
     python scripts/bench_kernels.py [--rounds 31] [--cold] [--op top_k_ids]
     python scripts/bench_kernels.py --op tree_attention [--rounds 31]
+    python scripts/bench_kernels.py --op linear [--rounds 31]
 
-The second compares trees with vLLM's own kernel over as many causal rows, in SmolLM2-135M's shape. The first
+The third is all products of a step of SmolLM2-135M with its weights, beside oneDNN's as vLLM calls it, in milliseconds. The second compares trees with vLLM's own kernel over as many causal rows, in SmolLM2-135M's shape. The first
 prints a markdown table of medians in microseconds per row. torch.topk and numba take turns, so
 that what else the machine does hits both alike; compare within a line. The reference is timed
 afterwards: it moves so much memory that whoever came after it would find the logits gone from the
@@ -147,17 +148,66 @@ def tree_attention_table(rounds: int) -> None:
                 )
 
 
+def linear_table(rounds: int) -> None:
+    """Print milliseconds of all products of a step by vLLM's oneDNN and by ours, which take turns."""
+    from vllm import _custom_ops as ops
+    from vllm.platforms import current_platform
+
+    from vllm_ext.kernels.linear import linear, pack
+    from vllm_ext.kernels.linear_numba import FORMS, best_form, linear_numba
+
+    current_platform.import_kernels()
+    layer = [(576, 960), (576, 576), (576, 3072), (1536, 576)]  # QKV, output, gate and up, down: of 30 layers
+    weights = [
+        torch.randn(outputs, inputs).mul(0.02).bfloat16() for inputs, outputs in [*layer * 30, (576, 49152)]
+    ]
+    stock = [ops.create_onednn_mm(weight.t(), 32) for weight in weights]
+    packed = [pack(weight) for weight in weights]
+    nothing = [torch.zeros(weight.shape[0]) for weight in weights]
+    forms = FORMS[FORMS.index(best_form()) :]
+    print(f"{machine()}; {sum(w.nbytes for w in weights) / 1e6:.0f} MB, median of {rounds} rounds, ms\n")
+    print("| rows | oneDNN | " + " | ".join(forms) + " |")
+    print("| ---: |" + " ---: |" * (1 + len(forms)))
+    for rows in (1, 2, 4, 6, 8, 10, 12, 13, 16, 24, 32, 64):
+        inputs = {width: torch.randn(rows, width).bfloat16() for width in (576, 1536)}
+        xs = [inputs[weight.shape[1]] for weight in weights]
+        for x, weight, some, bias in zip(xs[:4], weights, packed, nothing, strict=False):
+            torch.testing.assert_close(
+                linear(x, some, bias), torch.nn.functional.linear(x, weight), rtol=2e-2, atol=2e-2
+            )
+
+        def by_onednn(xs: list[torch.Tensor] = xs) -> None:
+            for x, handler in zip(xs, stock, strict=True):
+                ops.onednn_mm(handler, x, None)
+
+        def by_ours(form: str, xs: list[torch.Tensor] = xs) -> None:
+            for x, some, bias in zip(xs, packed, nothing, strict=True):
+                linear_numba(x, some, bias, form)
+
+        calls = [by_onednn, *(functools.partial(by_ours, form) for form in forms)]
+        times: list[list[float]] = [[] for _ in calls]
+        for _ in range(rounds):
+            for column, call in zip(times, calls, strict=True):
+                start = time.perf_counter()
+                call()
+                column.append((time.perf_counter() - start) * 1e3)
+        print(f"| {rows} | " + " | ".join(f"{statistics.median(t):.1f}" for t in times) + " |", flush=True)
+
+
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description="Time vllm_ext.kernels on one CPU core.")
     parser.add_argument("--rounds", type=int, default=31)
     parser.add_argument("--cold", action="store_true", help="logits from memory, not from a cache")
-    parser.add_argument("--op", choices=("top_k_ids", "tree_attention"), default="top_k_ids")
+    parser.add_argument("--op", choices=("top_k_ids", "tree_attention", "linear"), default="top_k_ids")
     args = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)
     if args.op == "tree_attention":
         tree_attention_table(args.rounds)
+        return
+    if args.op == "linear":
+        linear_table(args.rounds)
         return
 
     state = "cold" if args.cold else "warm"

@@ -8,7 +8,6 @@ our product does not take are left to vLLM, which then packs them its own way: n
 from __future__ import annotations
 
 import functools
-import logging
 from typing import Any
 
 import torch
@@ -17,22 +16,13 @@ from vllm.platforms import current_platform
 from vllm_ext import config
 from vllm_ext.kernels import linear as kernel
 
-logger = logging.getLogger("vllm.vllm_ext")
-
 
 def wanted(vllm_config: Any) -> bool:
-    """Whether an engine's layers are to be taken over; the log says so, or why not."""
+    """Whether an engine's layers are to be taken over."""
     settings = config.from_vllm_config(vllm_config)
     if settings is None or settings.options.linear_layers == "vllm" or not current_platform.is_cpu():
         return False
-    reason = reason_against(vllm_config.model_config.dtype)
-    logger.info(
-        "vllm-ext: linear layers multiply by %s",
-        "kernels.linear: a draft tree's dozen rows in about the time of one"
-        if reason is None
-        else f"vLLM's own products: {reason}",
-    )
-    return reason is None
+    return reason_against(vllm_config.model_config.dtype) is None
 
 
 def reason_against(dtype: torch.dtype) -> str | None:

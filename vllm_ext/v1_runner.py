@@ -28,7 +28,7 @@ from vllm.v1.sample.logits_processor import (
 )
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
-from vllm_ext import cpu, v1_attention, v1_executor
+from vllm_ext import cpu, linear_layers, v1_attention, v1_executor
 from vllm_ext.kernels.tree_attention import TreeRows
 from vllm_ext.proposers.step_cost import StepCost
 from vllm_ext.proposers.tree import Int32
@@ -107,7 +107,9 @@ class SpeculativeRunner(RuledRunner):
         Without attention, whose share is small at short contexts and learnt from real steps.
         """
         runner: Any = self
-        if self.device.type == "cpu" and runner.dtype == torch.bfloat16 and cpu.emulates_bfloat16():
+        if linear_layers.wanted(runner.vllm_config):
+            logger.info("vllm-ext: linear layers multiply by kernels.linear (docs/usage.md, CPUs)")
+        elif self.device.type == "cpu" and runner.dtype == torch.bfloat16 and cpu.emulates_bfloat16():
             logger.warning("vllm-ext: %s; %s.", cpu.EMULATED, cpu.WAY_OUT)
 
         def target_pass(size: int) -> None:

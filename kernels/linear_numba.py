@@ -2,8 +2,8 @@
 """`linear` for x86, in LLVM's vectors: with AVX-512's products of bfloat16 pairs where the CPU has them.
 
 A tile of rows and a block of output columns are summed in registers over all of the input. On a core of an AMD Zen 5 at
-34 GB/s twelve rows of a step's products take 8.8 ms for 135M parameters and one row 7.9, by oneDNN 14.3 and 8.9. What makes
-the difference is reading ahead: a core's own prefetcher stops at pages' ends.
+34 GB/s twelve rows of a step's products take 8.8 ms for 135M parameters and one row 7.9, by oneDNN 14.3 and 8.9.
+What makes the difference is reading ahead: a core's own prefetcher stops at pages' ends.
 
 Threads are those of torch's OpenMP; each takes a run of blocks.
 """

@@ -5,7 +5,8 @@
     python scripts/bench_kernels.py --op tree_attention [--rounds 31]
     python scripts/bench_kernels.py --op linear [--rounds 31]
 
-The third is all products of a step of SmolLM2-135M with its weights, beside oneDNN's as vLLM calls it, in milliseconds. The second compares trees with vLLM's own kernel over as many causal rows, in SmolLM2-135M's shape. The first
+The third is all products of a step of SmolLM2-135M, beside oneDNN's as vLLM calls it, in milliseconds. The second
+compares trees with vLLM's own kernel over as many causal rows, in SmolLM2-135M's shape. The first
 prints a markdown table of medians in microseconds per row. torch.topk and numba take turns, so
 that what else the machine does hits both alike; compare within a line. The reference is timed
 afterwards: it moves so much memory that whoever came after it would find the logits gone from the
@@ -184,7 +185,7 @@ def linear_table(rounds: int) -> None:
             for x, some, bias in zip(xs, packed, nothing, strict=True):
                 linear_numba(x, some, bias, form)
 
-        calls = [by_onednn, *(functools.partial(by_ours, form) for form in forms)]
+        calls: list[Callable[[], object]] = [by_onednn, *(functools.partial(by_ours, form) for form in forms)]
         times: list[list[float]] = [[] for _ in calls]
         for _ in range(rounds):
             for column, call in zip(times, calls, strict=True):

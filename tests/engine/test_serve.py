@@ -97,8 +97,8 @@ def test_counters_on_the_metrics_page(server: demo.Server) -> None:
 def test_method_and_options_are_logged_once(server: demo.Server) -> None:
     log = server.log.read_text()
     line = (
-        "speculative method token_recycling (num_speculative_tokens=4, budget='goodput', state_dir=None, "
-        "state_interval_minutes=10.0, matrix_width=8, "
+        "speculative method token_recycling (num_speculative_tokens=4, budget='goodput', linear_layers='auto', "
+        "state_dir=None, state_interval_minutes=10.0, matrix_width=8, "
     )
     assert log.count(line) == 1
     assert "holds 8.46 MB" in log

@@ -25,19 +25,22 @@ from numba.extending import intrinsic
 
 from vllm_ext.kernels import backends
 from vllm_ext.kernels.attention_parts_numba import run_in_threads
+from vllm_ext.kernels.linear import BLOCK
 from vllm_ext.kernels.numba_vectors import (
     FLOATS,
     INT,
     INTS,
     LANES,
+    element_pointer,
     fetch_add_one,
     load_vector,
     pointer_to,
+    split_pairs,
+    spread_int,
     store_vector,
 )
 
 AHEAD = 8192  # bytes
-BLOCK = 32  # of `linear.pack`
 UNROLLED = 4  # pairs
 LONG = ir.IntType(64)
 FORMS = ("pairs", "avx512", "avx2")
@@ -124,24 +127,10 @@ def _tile(
         x_type, weight_type, bias_type, out_type = (signature.args[n] for n in (2, 4, 6, 8))
 
         def at(array_type: Any, array: Any, index: Any) -> Any:
-            return builder.gep(context.make_array(array_type)(context, builder, array).data, [index])
+            return element_pointer(context, builder, array_type, array, index)
 
         def integer(n: int) -> Any:
             return ir.Constant(LONG, n)
-
-        def vector(n: int) -> Any:
-            return ir.Constant(INTS, [n] * LANES)
-
-        def spread(scalar: Any) -> Any:
-            undefined = ir.Constant(INTS, ir.Undefined)
-            lane = builder.insert_element(undefined, scalar, ir.Constant(INT, 0))
-            return builder.shuffle_vector(lane, undefined, vector(0))
-
-        def halves(both: Any) -> tuple[Any, Any]:
-            lower = builder.shl(both, vector(16))
-            return builder.bitcast(lower, FLOATS), builder.bitcast(
-                builder.and_(both, vector(0xFFFF0000)), FLOATS
-            )
 
         dot = cgutils.get_or_insert_function(
             builder.module, ir.FunctionType(FLOATS, [FLOATS, INTS, INTS]), "llvm.x86.avx512bf16.dpbf16ps.512"
@@ -174,10 +163,10 @@ def _tile(
                 line = builder.gep(first, [builder.add(place, integer(n * LANES))])
                 columns.append(builder.load(builder.bitcast(line, INTS.as_pointer()), align=4))
             for row, start in enumerate(starts):
-                value = spread(builder.load(builder.gep(start, [pair]), align=2))
-                factor = value if native else halves(value)
+                value = spread_int(builder, builder.load(builder.gep(start, [pair]), align=2))
+                factor = value if native else split_pairs(builder, value)
                 for column, total in zip(columns, totals[row], strict=True):
-                    add(column if native else halves(column), factor, total)
+                    add(column if native else split_pairs(builder, column), factor, total)
 
         def add_all(height: int) -> None:
             starts = [

@@ -46,7 +46,8 @@ BYTES = ir.VectorType(ir.IntType(8), LANES)
 SHORTS, HALVES = ir.VectorType(ir.IntType(16), LANES), ir.VectorType(ir.HalfType(), LANES)
 
 
-def _constant(kind: Any, value: Any) -> Any:
+def constant_vector(kind: Any, value: Any) -> Any:
+    """LANES times ``value``, as LLVM's vector type ``kind``."""
     return ir.Constant(kind, [value] * LANES)
 
 
@@ -56,13 +57,21 @@ def _spread(builder: Any, scalar: Any) -> Any:
     return builder.shuffle_vector(lane, undefined, ir.Constant(INTS, [0] * LANES))
 
 
-def _spread_int(builder: Any, scalar: Any) -> Any:
+def spread_int(builder: Any, scalar: Any) -> Any:
+    """LANES times a 32-bit integer."""
     undefined = ir.Constant(INTS, ir.Undefined)
     lane = builder.insert_element(undefined, scalar, ir.Constant(INT, 0))
     return builder.shuffle_vector(lane, undefined, ir.Constant(INTS, [0] * LANES))
 
 
-def _pointer(context: Any, builder: Any, array_type: Any, array: Any, index: Any) -> Any:
+def split_pairs(builder: Any, pairs: Any) -> tuple[Any, Any]:
+    """LANES pairs of bfloat16 as two vectors of floats: the lower halves, and the upper."""
+    lower = builder.shl(pairs, constant_vector(INTS, 16))
+    upper = builder.and_(pairs, constant_vector(INTS, 0xFFFF0000))
+    return builder.bitcast(lower, FLOATS), builder.bitcast(upper, FLOATS)
+
+
+def element_pointer(context: Any, builder: Any, array_type: Any, array: Any, index: Any) -> Any:
     """The address of a flat array's ``index``-th element, without numba's wrap-around."""
     return builder.gep(context.make_array(array_type)(context, builder, array).data, [index])
 
@@ -74,7 +83,7 @@ def _widened(builder: Any, pointer: Any, dtype: Any) -> Any:
     if dtype == types.int16:  # float16
         return builder.fpext(builder.load(builder.bitcast(pointer, HALVES.as_pointer()), align=size), FLOATS)
     bits = builder.zext(builder.load(builder.bitcast(pointer, SHORTS.as_pointer()), align=size), INTS)
-    return builder.bitcast(builder.shl(bits, _constant(INTS, 16)), FLOATS)
+    return builder.bitcast(builder.shl(bits, constant_vector(INTS, 16)), FLOATS)
 
 
 @intrinsic  # type: ignore[untyped-decorator]
@@ -82,7 +91,7 @@ def load_vector(typing: Any, array: Any, index: Any) -> Any:
     """``array[index : index + LANES]`` as a Vector."""
 
     def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        pointer = _pointer(context, builder, signature.args[0], *arguments)
+        pointer = element_pointer(context, builder, signature.args[0], *arguments)
         return _widened(builder, pointer, signature.args[0].dtype)
 
     return VECTOR(array, types.int64), emit
@@ -99,11 +108,11 @@ def store_vector(typing: Any, array: Any, index: Any, vector: Any) -> Any:
         elif dtype == types.uint16:  # bfloat16
             nan = builder.fcmp_unordered("uno", value, value)
             bits = builder.bitcast(value, INTS)
-            odd = builder.and_(builder.lshr(bits, _constant(INTS, 16)), _constant(INTS, 1))
-            bits = builder.add(bits, builder.add(odd, _constant(INTS, 0x7FFF)))
-            bits = builder.select(nan, _constant(INTS, 0x7FC00000), bits)
-            value = builder.trunc(builder.lshr(bits, _constant(INTS, 16)), SHORTS)
-        pointer = _pointer(context, builder, signature.args[0], *arguments[:2])
+            odd = builder.and_(builder.lshr(bits, constant_vector(INTS, 16)), constant_vector(INTS, 1))
+            bits = builder.add(bits, builder.add(odd, constant_vector(INTS, 0x7FFF)))
+            bits = builder.select(nan, constant_vector(INTS, 0x7FC00000), bits)
+            value = builder.trunc(builder.lshr(bits, constant_vector(INTS, 16)), SHORTS)
+        pointer = element_pointer(context, builder, signature.args[0], *arguments[:2])
         builder.store(value, builder.bitcast(pointer, value.type.as_pointer()), align=dtype.bitwidth // 8)
         return context.get_dummy_value()
 
@@ -115,9 +124,9 @@ def load_codes(typing: Any, array: Any, index: Any, shift: Any, mask: Any) -> An
     """``(array[index : index + LANES] >> shift) & mask`` of uint8 as a Vector."""
 
     def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        pointer = _pointer(context, builder, signature.args[0], *arguments[:2])
+        pointer = element_pointer(context, builder, signature.args[0], *arguments[:2])
         bytes_ = builder.load(builder.bitcast(pointer, BYTES.as_pointer()), align=1)
-        shift, mask = (_spread_int(builder, builder.trunc(each, INT)) for each in arguments[2:])
+        shift, mask = (spread_int(builder, builder.trunc(each, INT)) for each in arguments[2:])
         codes = builder.and_(builder.lshr(builder.zext(bytes_, INTS), shift), mask)
         return builder.sitofp(codes, FLOATS)
 
@@ -130,14 +139,14 @@ def look_up(typing: Any, table: Any, array: Any, index: Any, mask: Any) -> Any:
 
     def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         table, array, index, mask = arguments
-        pointer = _pointer(context, builder, signature.args[1], array, index)
+        pointer = element_pointer(context, builder, signature.args[1], array, index)
         bytes_ = builder.load(builder.bitcast(pointer, BYTES.as_pointer()), align=1)
-        codes = builder.and_(builder.zext(bytes_, INTS), _spread_int(builder, builder.trunc(mask, INT)))
+        codes = builder.and_(builder.zext(bytes_, INTS), spread_int(builder, builder.trunc(mask, INT)))
         found = ir.Constant(FLOATS, ir.Undefined)
         for lane in range(LANES):
             place = ir.Constant(INT, lane)
             code = builder.zext(builder.extract_element(codes, place), ir.IntType(64))
-            entry = builder.load(_pointer(context, builder, signature.args[0], table, code))
+            entry = builder.load(element_pointer(context, builder, signature.args[0], table, code))
             found = builder.insert_element(found, entry, place)
         return found
 
@@ -149,12 +158,12 @@ def expand_vector(typing: Any, array: Any, index: Any, bits: Any) -> Any:
     """Consecutive floats from ``array[index]`` on, in the lanes whose bits are set, lowest first; 0 in the others."""
 
     def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        pointer = _pointer(context, builder, signature.args[0], *arguments[:2])
+        pointer = element_pointer(context, builder, signature.args[0], *arguments[:2])
         mask_type = ir.VectorType(ir.IntType(1), LANES)
         mask = builder.bitcast(builder.trunc(arguments[2], ir.IntType(LANES)), mask_type)
         kind = ir.FunctionType(FLOATS, [FLOAT.as_pointer(), mask_type, FLOATS])
         expand = cgutils.get_or_insert_function(builder.module, kind, f"llvm.masked.expandload.v{LANES}f32")
-        return builder.call(expand, [pointer, mask, _constant(FLOATS, 0.0)])
+        return builder.call(expand, [pointer, mask, constant_vector(FLOATS, 0.0)])
 
     return VECTOR(array, types.int64, types.int64), emit
 
@@ -245,19 +254,19 @@ def exp2_of_difference(typing: Any, a: Any, b: Any) -> Any:
             return builder.fadd(builder.fmul(x, y, flags=("contract",)), z, flags=("contract",))
 
         x = builder.fsub(*arguments)
-        low = builder.fcmp_ordered("<", x, _constant(FLOATS, -125.0))
-        x = builder.select(low, _constant(FLOATS, -125.0), x)
+        low = builder.fcmp_ordered("<", x, constant_vector(FLOATS, -125.0))
+        x = builder.select(low, constant_vector(FLOATS, -125.0), x)
         # Beside 1.5 * 2**23 a float has no room for a fraction: the sum rounds x, and its lowest bits are the
         # integer, which moves into the exponent as it is.
-        magic = _constant(FLOATS, 12582912.0)
+        magic = constant_vector(FLOATS, 12582912.0)
         rounded = builder.fadd(x, magic)
         fraction = builder.fsub(x, builder.fsub(rounded, magic))
-        power = _constant(FLOATS, EXP2[0])
+        power = constant_vector(FLOATS, EXP2[0])
         for coefficient in EXP2[1:]:
-            power = multiply_add(power, fraction, _constant(FLOATS, coefficient))
-        exponent = builder.shl(builder.bitcast(rounded, INTS), _constant(INTS, 23))
+            power = multiply_add(power, fraction, constant_vector(FLOATS, coefficient))
+        exponent = builder.shl(builder.bitcast(rounded, INTS), constant_vector(INTS, 23))
         power = builder.bitcast(builder.add(builder.bitcast(power, INTS), exponent), FLOATS)
-        return builder.select(low, _constant(FLOATS, 0.0), power)
+        return builder.select(low, constant_vector(FLOATS, 0.0), power)
 
     return VECTOR(VECTOR, VECTOR), emit
 
@@ -299,17 +308,19 @@ def multiply_tile(
         def place(row: int, column: int) -> Any:
             start = builder.add(k, builder.mul(ldc, ir.Constant(ldc.type, row)))
             start = builder.add(start, ir.Constant(k.type, column * LANES))
-            return _pointer(context, builder, c_type, c, start)
+            return element_pointer(context, builder, c_type, c, start)
 
         def columns(line: Any) -> list[Any]:
             """Where the tile's columns of a row, or of a pair of rows, are in b."""
             at = builder.add(j, builder.mul(line, ldb))
             offsets = [builder.mul(step, ir.Constant(step.type, n)) for n in range(vectors.literal_value)]
-            return [_pointer(context, builder, b_type, b, builder.add(at, offset)) for offset in offsets]
+            return [
+                element_pointer(context, builder, b_type, b, builder.add(at, offset)) for offset in offsets
+            ]
 
         def add_row(term: Any, shared: list[Any]) -> None:
             for row, start in enumerate(starts):
-                factor = builder.load(_pointer(context, builder, a_type, a, builder.add(start, term)))
+                factor = builder.load(element_pointer(context, builder, a_type, a, builder.add(start, term)))
                 factor = _spread(builder, factor)
                 for column, vector in enumerate(shared):
                     target = sums[row * len(shared) + column]
@@ -318,13 +329,11 @@ def multiply_tile(
 
         def halves(pointer: Any) -> tuple[Any, Any]:
             pairs = builder.load(builder.bitcast(pointer, INTS.as_pointer()), align=4)
-            lower = builder.shl(pairs, _constant(INTS, 16))
-            upper = builder.and_(pairs, _constant(INTS, 0xFFFF0000))
-            return builder.bitcast(lower, FLOATS), builder.bitcast(upper, FLOATS)
+            return split_pairs(builder, pairs)
 
         sums = [cgutils.alloca_once(builder, FLOATS) for _ in tile]
         for target in sums:
-            builder.store(_constant(FLOATS, 0.0), target)
+            builder.store(constant_vector(FLOATS, 0.0), target)
         with builder.if_then(add):
             for target, (row, column) in zip(sums, tile, strict=True):
                 builder.store(_widened(builder, place(row, column), c_type.dtype), target)

@@ -70,10 +70,7 @@ def _op() -> Any:
 
     from vllm_ext.kernels.linear_numba import linear_numba
 
-    def multiply(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-        return linear_numba(x, packed, bias)
-
-    library.impl("linear", multiply, "CPU")
+    library.impl("linear", linear_numba, "CPU")
     library._register_fake("linear", shape_only)
     _op.library = library  # type: ignore[attr-defined]  # what it has defined goes with it
     return torch.ops.vllm_ext.linear.default

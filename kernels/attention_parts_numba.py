@@ -9,7 +9,9 @@ from typing import Any
 import llvmlite.binding
 import numba
 import numpy as np
+from numba import types
 
+from vllm_ext.kernels import backends
 from vllm_ext.kernels.numba_vectors import (
     LANES,
     exp2_of_difference,
@@ -96,6 +98,15 @@ def online_softmax(
 def round_up(n: int, to: int) -> int:
     """The next multiple of ``to``."""
     return (n + to - 1) // to * to
+
+
+def c_function(body: Any, arguments: type[ctypes.Structure]) -> Any:
+    """``body``, which takes a pointer to ``arguments``, as a C function; compiled by this call."""
+    signature = types.void(types.CPointer(numba.from_dtype(np.dtype(arguments))))
+    compiled = backends.compile_cached(numba.cfunc, signature, error_model="numpy")(body)
+    function = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(compiled.address)
+    function.compiled = compiled  # type: ignore[attr-defined]  # its code must outlive it
+    return function
 
 
 def run_in_threads(run: Any, arguments: ctypes.Structure, threads: int) -> None:

@@ -11,14 +11,11 @@ import ctypes
 import functools
 from typing import Any
 
-import numba
 import numpy as np
 import torch
-from numba import types
 
 from vllm_ext.codecs.base import KVCodec
-from vllm_ext.kernels import backends
-from vllm_ext.kernels.attention_parts_numba import LOG2_E, run_in_threads
+from vllm_ext.kernels.attention_parts_numba import LOG2_E, c_function, run_in_threads
 from vllm_ext.kernels.block_forms_numba import Form, form_of
 from vllm_ext.kernels.encoded_attention import EncodedRows
 from vllm_ext.kernels.encoded_passes_numba import attend, write
@@ -182,14 +179,8 @@ _DTYPES: dict[torch.dtype, Any] = {
 @functools.cache
 def _compiled(form: Form, dtype: torch.dtype) -> tuple[Any, Any]:
     """Both passes as C functions of one pointer, compiled at the first call of each codec's form and dtype."""
-    signature = types.void(types.CPointer(numba.from_dtype(np.dtype(_Arguments))))
-    functions = []
-    for each in _passes(form, _DTYPES[dtype]):
-        compiled = backends.compile_cached(numba.cfunc, signature, error_model="numpy")(each)
-        function = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(compiled.address)
-        function.compiled = compiled  # type: ignore[attr-defined]  # its code must outlive it
-        functions.append(function)
-    return functions[0], functions[1]
+    writes, attends = (c_function(each, _Arguments) for each in _passes(form, _DTYPES[dtype]))
+    return writes, attends
 
 
 def _passes(form: Form, dtype: Any) -> tuple[Any, Any]:

@@ -23,8 +23,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from vllm_ext.kernels import backends
-from vllm_ext.kernels.attention_parts_numba import run_in_threads
+from vllm_ext.kernels.attention_parts_numba import c_function, run_in_threads
 from vllm_ext.kernels.linear import BLOCK
 from vllm_ext.kernels.numba_vectors import (
     FLOATS,
@@ -90,11 +89,7 @@ def best_form() -> str:
 @functools.cache
 def _compiled(form: str) -> Any:
     """A C function of one pointer, compiled at the first call, not at import."""
-    signature = types.void(types.CPointer(numba.from_dtype(np.dtype(_Arguments))))
-    compiled = backends.compile_cached(numba.cfunc, signature, error_model="numpy")(_body(form))
-    function = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(compiled.address)
-    function.compiled = compiled  # type: ignore[attr-defined]  # its code must outlive it
-    return function
+    return c_function(_body(form), _Arguments)
 
 
 @intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]

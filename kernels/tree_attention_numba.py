@@ -18,11 +18,10 @@ from typing import Any
 import numba
 import numpy as np
 import torch
-from numba import types
 
-from vllm_ext.kernels import backends
 from vllm_ext.kernels.attention_parts_numba import (
     LOG2_E,
+    c_function,
     matrix_product,
     online_softmax,
     round_up,
@@ -166,12 +165,7 @@ def _arguments(
 def _compiled(dtype: torch.dtype, paired: bool) -> Any:
     """A C function of one pointer, compiled at the first call of each dtype and layout, not at import."""
     forms = {torch.float32: _attend_float32, torch.bfloat16: _attend_bfloat16, torch.float16: _attend_float16}
-    form = _attend_bfloat16_pairs if paired else forms[dtype]
-    signature = types.void(types.CPointer(numba.from_dtype(np.dtype(_Arguments))))
-    compiled = backends.compile_cached(numba.cfunc, signature, error_model="numpy")(form)
-    function = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(compiled.address)
-    function.compiled = compiled  # type: ignore[attr-defined]  # its code must outlive it
-    return function
+    return c_function(_attend_bfloat16_pairs if paired else forms[dtype], _Arguments)
 
 
 @numba.njit(error_model="numpy")  # type: ignore[untyped-decorator]

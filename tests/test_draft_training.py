@@ -15,6 +15,8 @@ import torch
 
 pytest.importorskip("transformers")
 
+from typer.testing import CliRunner
+
 from vllm_ext import draft_data, draft_training, train_cli
 from vllm_ext.draft_data import Answer
 from vllm_ext.draft_training import (
@@ -24,6 +26,7 @@ from vllm_ext.draft_training import (
     Shape,
     candidates,
     estimate,
+    from_layers,
     loss_of,
     make_model,
     split,
@@ -125,6 +128,55 @@ def test_training_learns_the_targets_distribution_and_goes_on(
     assert train(again, learnt, first, tmp_path, nothing, nothing)[: len(curve)] == curve
     assert estimate(again, held_out, first) == found
     assert (tmp_path / CHECKPOINT).exists()
+
+
+@pytest.mark.parametrize("name", ["Llama", "Qwen2", "Qwen3"])
+def test_a_draft_begins_as_layers_of_the_target(name: str, tmp_path: Path) -> None:
+    import transformers
+
+    config = getattr(transformers, f"{name}Config")(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        intermediate_size=32,
+        tie_word_embeddings=True,
+    )
+    target = getattr(transformers, f"{name}ForCausalLM")(config).eval()
+    target.save_pretrained(tmp_path / "target")
+    ids = torch.tensor([[1, 2, 3]])
+    torch.testing.assert_close(
+        from_layers(tmp_path / "target", [0, 1, 2], "cpu")(ids).logits, target(ids).logits
+    )
+    draft = from_layers(tmp_path / "target", [0, 2], "cpu")
+    embeddings = draft.model.embed_tokens.weight.clone()
+    layer = draft.model.layers[1].mlp.up_proj.weight.clone()
+    torch.testing.assert_close(layer, target.model.layers[2].mlp.up_proj.weight)
+    # Generation reads each layer's cache by its place.
+    torch.testing.assert_close(
+        draft.generate(ids, max_new_tokens=4, do_sample=False),
+        draft.generate(ids, max_new_tokens=4, do_sample=False, use_cache=False),
+    )
+    train(draft, answers(20), Recipe(minutes=0.01), tmp_path, nothing, nothing)
+    assert (draft.model.embed_tokens.weight == embeddings).all()
+    assert (draft.model.layers[1].mlp.up_proj.weight != layer).any()
+    draft.save_pretrained(tmp_path / "draft")
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "draft")
+    torch.testing.assert_close(again(ids).logits, draft(ids).logits)
+    with pytest.raises(ValueError, match=r"has layers 0 to 2, and not \[3\]"):
+        from_layers(tmp_path / "target", [0, 3], "cpu")
+
+
+def test_a_draft_begins_as_one_thing(target: Path, tmp_path: Path) -> None:
+    arguments = ["draft", "--target", str(target), "--output", str(tmp_path), "--prompts", "x.jsonl"]
+    for given, message in (
+        (["--layers", "0", "--start", str(target)], "a model begins as one of them"),
+        (["--layers", "0;1"], "must be numbers of layers with commas"),
+    ):
+        result = CliRunner().invoke(train_cli.train_app, arguments + given)
+        assert result.exit_code != 0
+        assert message in " ".join(result.output.split())
 
 
 def test_batches_have_every_answer_once(target: Path) -> None:

@@ -7,9 +7,12 @@ grows with it. The embeddings, most of such a model's weights, begin as the targ
 their leading singular vectors. A step compares the tokens that stand in its answers and some drawn from the others,
 which stand for all of these: the whole vocabulary would take three quarters of the time.
 
+Or it begins as some of the target's layers, between its embeddings and its norm and head (`from_layers`): larger, and
+right from far fewer tokens.
+
 Source: FastDraft, arXiv 2411.11055: a small model with the target's vocabulary, trained on its answers. Deviations: no
 pre-training on a corpus, distributions in the place of the answers' tokens, the projected embeddings, the
-sampled softmax (arXiv 1412.2007, section 3).
+sampled softmax (arXiv 1412.2007, section 3). Layers of the target: as DistilBERT (arXiv 1910.01108, section 3).
 """
 
 from __future__ import annotations
@@ -98,6 +101,41 @@ def make_model(target: Path, shape: Shape, device: str) -> Any:
         weight = model.get_input_embeddings().weight
         weight[:, :width] = embeddings.to(weight) * (config.initializer_range / embeddings.std())
     return model
+
+
+def from_layers(target: Path, layers: Sequence[int], device: str) -> Any:
+    """The target with these of its layers alone. Its embeddings, most of the weights, stay as they are.
+
+    Raises:
+        ValueError: a layer that it does not have, or a model that is not made of ``model.layers``.
+    """
+    model = load_model(target, device)
+    whole = getattr(getattr(model, "model", None), "layers", None)
+    if whole is None:
+        raise ValueError(
+            f"--layers={list(layers)}: {type(model).__name__} has no model.layers; leave --layers out for a Llama "
+            "with a shape of its own"
+        )
+    if wrong := [layer for layer in layers if not 0 <= layer < len(whole)]:
+        raise ValueError(
+            f"--layers={list(layers)} is not allowed; {target} has layers 0 to {len(whole) - 1}, and not {wrong}"
+        )
+    model.model.layers = torch.nn.ModuleList(whole[layer] for layer in layers)
+    for place, layer in enumerate(model.model.layers):
+        layer.self_attn.layer_idx = place
+    model.config.num_hidden_layers = len(layers)
+    if kinds := getattr(model.config, "layer_types", None):
+        model.config.layer_types = [kinds[layer] for layer in layers]
+    model.get_input_embeddings().weight.requires_grad_(False)
+    return model
+
+
+def multiplies_bfloat16(device: str) -> bool:
+    """Whether products in bfloat16 are faster there than in float32."""
+    if device != "cpu":
+        return bool(torch.cuda.is_bf16_supported(including_emulation=False))
+    found = torch.cpu.get_capabilities()
+    return bool(found.get("avx512_bf16") or found.get("amx_bf16"))
 
 
 def load_model(folder: Path, device: str) -> Any:
@@ -234,9 +272,11 @@ def train(
     device = str(next(model.parameters()).device)
     batches = Batches(answers, recipe, device)
     noise = torch.Generator()
+    learning = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(
-        model.parameters(), lr=recipe.learning_rate, betas=(0.9, 0.95), weight_decay=0.01
+        learning, lr=recipe.learning_rate, betas=(0.9, 0.95), weight_decay=0.01, fused=True
     )
+    products = torch.autocast(torch.device(device).type, torch.bfloat16, enabled=multiplies_bfloat16(device))
     step, spent = 0, 0.0
     curve: list[dict[str, float]] = []
     file = folder / CHECKPOINT
@@ -256,12 +296,13 @@ def train(
             group["lr"] = rate
         ids, mask, top_ids, top_logp = batches.at(step)
         noise.manual_seed((recipe.seed << 32) + step)
-        hidden = model.model(input_ids=ids).last_hidden_state[mask]
-        logits, places = candidates(model.lm_head.weight, hidden, top_ids, noise)
+        with products:
+            hidden = model.model(input_ids=ids).last_hidden_state[mask]
+            logits, places = candidates(model.lm_head.weight, hidden, top_ids, noise)
         loss = loss_of(logits, places, top_logp)
         optimizer.zero_grad(set_to_none=True)
         loss.backward()  # type: ignore[no-untyped-call]
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        torch.nn.utils.clip_grad_norm_(learning, 1.0)
         optimizer.step()
         step += 1
         running.append(loss.item())

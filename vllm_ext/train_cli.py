@@ -51,6 +51,13 @@ def draft_command(
         Path | None,
         typer.Option(help="Draft model to go on from, in the place of a new one; its shape is kept."),
     ] = None,
+    layers: Annotated[
+        str | None,
+        typer.Option(
+            help="Layers of the target to begin as, in the place of a new model: 0,1,2,29. Its width, embeddings and "
+            "head are the target's: larger, and right from far fewer tokens."
+        ),
+    ] = None,
     hidden_size: Annotated[int, typer.Option(min=32)] = 192,
     num_layers: Annotated[int, typer.Option(min=1)] = 4,
     num_heads: Annotated[int, typer.Option(min=1, help="Divides the hidden size.")] = 3,
@@ -59,7 +66,9 @@ def draft_command(
     max_tokens: Annotated[int, typer.Option(min=2, help="Of an answer.")] = 256,
     top_k: TopK = 16,
     minutes: Annotated[float, typer.Option(min=0.01, help="Of training, answers left out.")] = 25.0,
-    learning_rate: Annotated[float, typer.Option(min=0.0)] = 3e-3,
+    learning_rate: Annotated[
+        float | None, typer.Option(min=0.0, help="At its highest; not given: 3e-3, with --layers 1e-3.")
+    ] = None,
     max_num_seqs: MaxNumSeqs = 32,
     dtype: Dtype = "auto",
     device: Device = "auto",
@@ -68,13 +77,29 @@ def draft_command(
     """Distil a small Llama from the target's answers; run again, it goes on where it was interrupted."""
     console, errors = Console(), Console(stderr=True)
     with errors_of(errors):
-        from vllm_ext.draft_training import Recipe, Shape, estimate, load_model, make_model, split, train
+        from vllm_ext.draft_training import (
+            Recipe,
+            Shape,
+            estimate,
+            from_layers,
+            load_model,
+            make_model,
+            split,
+            train,
+        )
         from vllm_ext.vocabulary import snapshot
 
         if hidden_size % num_heads:
             raise ValueError(
                 f"--hidden-size={hidden_size} is not allowed with --num-heads={num_heads}; it must be a multiple"
             )
+        if layers is not None and start is not None:
+            raise ValueError(
+                f"--layers={layers} and --start={start} are not allowed together; a model begins as one of them"
+            )
+        kept = None if layers is None else _numbers("--layers", layers)
+        if learning_rate is None:
+            learning_rate = 3e-3 if kept is None else 1e-3
         folder = snapshot(target)
         source = _Source(folder, prompts, answers, samples, max_tokens, top_k)
         shape = Shape(hidden_size, num_layers, num_heads, intermediate_size)
@@ -82,16 +107,24 @@ def draft_command(
         work = output / "work"
         _same_settings(
             work,
-            {**source.settings(), "start": str(start and start.resolve()), "shape": vars(shape)},
+            {
+                **source.settings(),
+                "start": str(start and start.resolve()),
+                "layers": kept,
+                "shape": vars(shape),
+            },
         )
         started = time.perf_counter()
         with progress_on(errors) as report:
             given, each = source.answers(work, {"max_num_seqs": max_num_seqs, "dtype": dtype}, report)
             learnt, held_out = split(given, each, recipe)
             tokens = sum(len(answer.top_ids) for answer in learnt)
-            model = (
-                load_model(start, _device(device)) if start else make_model(folder, shape, _device(device))
-            )
+            if start is not None:
+                model = load_model(start, _device(device))
+            elif kept is not None:
+                model = from_layers(folder, kept, _device(device))
+            else:
+                model = make_model(folder, shape, _device(device))
             train(model, learnt, recipe, work, report, lambda line: say(errors, line))
         found = estimate(model, held_out, recipe)
         model.to(_dtype_of(folder)).save_pretrained(output)
@@ -142,7 +175,7 @@ def exits_command(
         from vllm_ext.vocabulary import snapshot
 
         folder = snapshot(target)
-        numbers = _numbers(exits)
+        numbers = _numbers("--exits", exits)
         source = _Source(folder, prompts, answers, samples, max_tokens, top_k)
         work = output.with_name(output.name + ".work")
         _same_settings(work, source.settings())
@@ -176,12 +209,12 @@ def exits_command(
     say(console, f"serve with: --speculative-config '{config}'")
 
 
-def _numbers(exits: str) -> list[int]:
+def _numbers(option: str, given: str) -> list[int]:
     try:
-        numbers = sorted({int(part) for part in exits.split(",")})
+        numbers = sorted({int(part) for part in given.split(",")})
     except ValueError:
         raise ValueError(
-            f"--exits={exits!r} is not allowed; it must be numbers of layers with commas: 4,8"
+            f"{option}={given!r} is not allowed; it must be numbers of layers with commas: 4,8"
         ) from None
     return numbers
 

@@ -52,8 +52,9 @@ def scarce(slice_dir: str, kv: dict[str, Any], plenty: Any) -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def drafting(slice_dir: str, kv: dict[str, Any], tested_method: dict[str, Any], plenty: Any) -> Iterator[Any]:
-    """The same, with trees."""
-    scarcity = blocks(kv, 19, tested_method["num_speculative_tokens"])
+    """The same, with trees. What has room for requests at first and not in the end depends on what each of them takes."""
+    num = {("streaming_llm", None): 12, ("kivi", 2): 22}.get((kv["method"], kv.get("bits")), 19)
+    scarcity = blocks(kv, num, tested_method["num_speculative_tokens"])
     yield from encoded(
         slice_dir, kv, tested_method, max_num_batched_tokens=64, num_gpu_blocks_override=scarcity
     )
@@ -83,7 +84,7 @@ def test_cached_prefixes_are_found(kv: dict[str, Any], scarce: Any) -> None:
     assert outputs[0].outputs[0].token_ids == outputs[1].outputs[0].token_ids
 
 
-def test_answers_are_of_what_is_encoded(slice_dir: str, plenty: Any, plain_slice_llm: Any) -> None:
+def test_answers_are_of_what_is_encoded(kv: dict[str, Any], plenty: Any, plain_slice_llm: Any) -> None:
     """Behind the first block log-probabilities are others, and not by much for a model of two layers."""
     prompts = long_and_short_prompts(plenty, NUM_PROMPTS)
     own, found = (
@@ -103,7 +104,7 @@ def test_answers_are_of_what_is_encoded(slice_dir: str, plenty: Any, plain_slice
         ]
         assert max(changes[:60]) < 1e-3  # the first block is read as it is
         if len(changes) > 100:
-            assert 1e-4 < sum(changes[64:]) / len(changes[64:]) < 1
+            assert 1e-4 < sum(changes[64:]) / len(changes[64:]) < (2 if kv.get("bits") == 2 else 1)
 
 
 def test_more_tokens_in_the_same_memory(plenty: Any, plain_slice_llm: Any) -> None:

@@ -52,7 +52,7 @@ def scarce(slice_dir: str, kv: dict[str, Any], plenty: Any) -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def drafting(slice_dir: str, kv: dict[str, Any], tested_method: dict[str, Any], plenty: Any) -> Iterator[Any]:
-    """The same, with trees. What has room for requests at first and not in the end depends on what each of them takes."""
+    """The same, with trees. What has room at first and not in the end depends on what each request takes."""
     num = {("streaming_llm", None): 12, ("kivi", 2): 22}.get((kv["method"], kv.get("bits")), 19)
     scarcity = blocks(kv, num, tested_method["num_speculative_tokens"])
     yield from encoded(

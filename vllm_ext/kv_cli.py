@@ -47,7 +47,7 @@ def report_command(
     context: Annotated[int, typer.Option(min=256, help="Tokens of a window of the text.")] = 4096,
     windows: Annotated[int, typer.Option(min=1, help="How many are read, at most.")] = 3,
     answer: Annotated[
-        int, typer.Option(min=1, help="Tokens at the end of a window that are also given as an answer.")
+        int, typer.Option(min=8, help="Tokens at the end of a window that are also given as an answer.")
     ] = 256,
     keys: Annotated[int, typer.Option(min=0, help="Pass keys hidden at each of five depths.")] = 4,
     decode_context: Annotated[

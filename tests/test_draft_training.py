@@ -181,12 +181,14 @@ def test_a_draft_begins_as_one_thing(target: Path, tmp_path: Path) -> None:
 
 def test_batches_have_every_answer_once(target: Path) -> None:
     given = answers(30)
-    recipe = Recipe(batch_tokens=100, max_length=16)
+    recipe = Recipe(batch_tokens=100, max_length=24)
     batches = Batches(given, recipe, "cpu")
     assert sorted(index for part in batches.parts for index in part) == list(range(30))
+    read = [min(len(given[index].tokens) - 1, 24) for part in batches.parts for index in part]
+    assert read == sorted(read) != read[:1] * 30  # little is padded
     for step in range(len(batches.parts)):
         ids, mask, top_ids, top_logp = batches.at(step)
-        assert ids.shape[1] <= 16
+        assert ids.shape[1] <= 24
         assert int(mask.sum()) == len(top_ids) == len(top_logp)
         # Each place that is learnt from precedes the token whose alternatives stand there.
         places = ids[mask]

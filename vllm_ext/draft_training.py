@@ -201,11 +201,15 @@ def candidates(
 
 
 class Batches:
-    """Batches of answers of about equal lengths, in an order that the seed and the epoch give."""
+    """Batches of answers of about equal lengths, in an order that the seed and the epoch give.
+
+    They have about as many tokens of output each.
+    """
 
     def __init__(self, answers: Sequence[Answer], recipe: Recipe, device: str) -> None:
         self._answers, self._recipe, self._device = answers, recipe, device
-        order = sorted(range(len(answers)), key=lambda i: len(answers[i].top_ids))
+        # By what is read, prompts too: what pads it costs as much.
+        order = sorted(range(len(answers)), key=lambda i: min(len(answers[i].tokens) - 1, recipe.max_length))
         self.parts: list[list[int]] = [[]]
         size = 0
         for index in order:

@@ -69,6 +69,10 @@ def draft_command(
     learning_rate: Annotated[
         float | None, typer.Option(min=0.0, help="At its highest; not given: 3e-3, with --layers 1e-3.")
     ] = None,
+    batch_tokens: Annotated[
+        int | None,
+        typer.Option(min=1, help="Of answers in a step, about; not given: 2048, with --layers 512."),
+    ] = None,
     max_num_seqs: MaxNumSeqs = 32,
     dtype: Dtype = "auto",
     device: Device = "auto",
@@ -100,10 +104,12 @@ def draft_command(
         kept = None if layers is None else _numbers("--layers", layers)
         if learning_rate is None:
             learning_rate = 3e-3 if kept is None else 1e-3
+        if batch_tokens is None:
+            batch_tokens = 2048 if kept is None else 512
         folder = snapshot(target)
         source = _Source(folder, prompts, answers, samples, max_tokens, top_k)
         shape = Shape(hidden_size, num_layers, num_heads, intermediate_size)
-        recipe = Recipe(minutes=minutes, learning_rate=learning_rate, seed=seed)
+        recipe = Recipe(minutes, batch_tokens, learning_rate, seed=seed)
         work = output / "work"
         _same_settings(
             work,

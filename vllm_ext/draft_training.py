@@ -31,6 +31,7 @@ import torch
 
 from vllm_ext.datastore_files import Progress
 from vllm_ext.draft_data import Answer
+from vllm_ext.kernels.sparse import Int32
 
 WARM_UP = 0.05  # of the steps
 OTHERS = 4096  # tokens drawn in a step from those that do not stand in its answers
@@ -59,6 +60,9 @@ class Recipe:
     held_out: float = 0.05  # of the answers
     checkpoint_seconds: float = 60.0
     seed: int = 0
+
+
+OF_LAYERS = Recipe(batch_tokens=512, learning_rate=1e-3)  # of a model that begins as layers of the target
 
 
 @dataclass(frozen=True)
@@ -209,7 +213,7 @@ class Batches:
     def __init__(self, answers: Sequence[Answer], recipe: Recipe, device: str) -> None:
         self._answers, self._recipe, self._device = answers, recipe, device
         # By what is read, prompts too: what pads it costs as much.
-        order = sorted(range(len(answers)), key=lambda i: min(len(answers[i].tokens) - 1, recipe.max_length))
+        order = sorted(range(len(answers)), key=lambda i: len(self._read(answers[i])))
         self.parts: list[list[int]] = [[]]
         size = 0
         for index in order:
@@ -220,6 +224,10 @@ class Batches:
             self.parts[-1].append(index)
             size += tokens
 
+    def _read(self, answer: Answer) -> Int32:
+        """The tokens that go through the model: the last ones, without that which nothing follows."""
+        return answer.tokens[-self._recipe.max_length - 1 : -1]
+
     def at(self, step: int) -> tuple[torch.Tensor, ...]:
         """Input ids ``[batch, length]``, the mask of what precedes an output token, and its alternatives."""
         epoch, place = divmod(step, len(self.parts))
@@ -228,7 +236,7 @@ class Batches:
 
     def tensors(self, answers: Sequence[Answer]) -> tuple[torch.Tensor, ...]:
         """See `at`."""
-        kept = [answer.tokens[-self._recipe.max_length - 1 : -1] for answer in answers]
+        kept = [self._read(answer) for answer in answers]
         length = max(map(len, kept))
         ids = np.zeros((len(answers), length), np.int64)
         mask = np.zeros((len(answers), length), bool)

@@ -82,6 +82,7 @@ def draft_command(
     console, errors = Console(), Console(stderr=True)
     with errors_of(errors):
         from vllm_ext.draft_training import (
+            OF_LAYERS,
             Recipe,
             Shape,
             estimate,
@@ -102,14 +103,16 @@ def draft_command(
                 f"--layers={layers} and --start={start} are not allowed together; a model begins as one of them"
             )
         kept = None if layers is None else _numbers("--layers", layers)
-        if learning_rate is None:
-            learning_rate = 3e-3 if kept is None else 1e-3
-        if batch_tokens is None:
-            batch_tokens = 2048 if kept is None else 512
+        usual = Recipe() if kept is None else OF_LAYERS
         folder = snapshot(target)
         source = _Source(folder, prompts, answers, samples, max_tokens, top_k)
         shape = Shape(hidden_size, num_layers, num_heads, intermediate_size)
-        recipe = Recipe(minutes, batch_tokens, learning_rate, seed=seed)
+        recipe = Recipe(
+            minutes=minutes,
+            batch_tokens=usual.batch_tokens if batch_tokens is None else batch_tokens,
+            learning_rate=usual.learning_rate if learning_rate is None else learning_rate,
+            seed=seed,
+        )
         work = output / "work"
         _same_settings(
             work,

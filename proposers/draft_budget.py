@@ -4,11 +4,15 @@
 The goodput of `budget`, with the draft's own time in it. A step in which ``b`` requests have ``n`` nodes each puts out
 ``b (1 + a_1 + ... + a_n)`` expected tokens, with ``a_r`` the learnt chance that a tree's node of rank ``r`` is
 accepted. It takes the target's step of ``b (1 + n)`` rows and the draft's: passes as many as the first ``n`` nodes are
-deep, of so many rows as they have inner nodes. All requests get the same number: which trees turn out well is known
-only when they are drawn.
+deep, of so many rows as they have inner nodes. Those that get any get the same number: which trees turn out well is
+known only when they are drawn.
+
+A draft with caches of its own must also read what it has not read of a request, its prompt at first. It reads nothing
+before it drafts, so that who never drafts never pays; then that is spread over the tokens which a request still puts
+out, as far as one knows. The requests that have least to be read come first, and perhaps only they are drafted for.
 
 Source: SmartSpec, arXiv 2406.14066 (goodput). Deviations: ranks of a tree's nodes in the place of positions of a
-chain, the draft's time by pass, probes.
+chain, the draft's time by pass, what is unread, probes.
 """
 
 from __future__ import annotations
@@ -23,13 +27,18 @@ from vllm_ext.proposers.tree import DraftTree
 MARGIN = 0.02  # what drafting must promise above none
 WARM_UP_STEPS = 5  # without drafts, so that there is a unit of time
 INCOME = 0.002  # savings for probes, in steps for each step
-MOST_SAVINGS = 0.5
+FIRST_SAVINGS, MOST_SAVINGS = 0.5, 4.0
 FADE = 0.98  # of evidence, a step
 TRUST = 8.0  # trees' worth of it that a node is accepted FALL times as often as the one of the rank before
 FALL = 0.85
 FIRST = 0.6  # what is believed of the first node
 HOST_SECONDS = 2e-4  # of a tree besides the passes, before the first is measured
 HOST_RATE = 0.1
+ANSWER = 128.0  # tokens that a request is believed to put out, before any has ended
+ANSWER_RATE = 0.05
+READING_ROWS = (
+    256  # a pass of so many tells what a row costs where many are read; half of what is known is its
+)
 
 
 class Thrift:
@@ -40,18 +49,19 @@ class Thrift:
 
     def __init__(self) -> None:
         self._step = 0
-        self._savings = MOST_SAVINGS
+        self._savings = FIRST_SAVINGS
 
     @property
     def settled(self) -> bool:
         """Whether there is a unit of time."""
         return self._step > WARM_UP_STEPS
 
-    def choose(self, rate: Float64, rested: int = 0) -> int:
+    def choose(self, rate: Float64, rested: int = 0, now: Float64 | None = None) -> int:
         """Once a step.
 
         Args:
             rate: float64 ``[num_ways]``, expected tokens per second of each; the first is to draft nothing.
+            now: of the next step alone, where it takes time that is for later ones too.
             rested: steps without drafts since the last call, in which this was not asked.
         """
         self._step += 1
@@ -61,8 +71,9 @@ class Thrift:
         best = int(rate.argmax())
         if rate[best] >= rate[0] * (1.0 + MARGIN):
             return best
-        probe = 1 + int(rate[1:].argmax())
-        loss = max(1.0 - float(rate[probe] / rate[0]), MARGIN)
+        now = rate if now is None else now
+        probe = 1 + int(now[1:].argmax())
+        loss = max(float(now[0] / now[probe]) - 1.0, MARGIN)
         if loss <= self._savings:
             self._savings -= loss
             return probe
@@ -111,6 +122,8 @@ class DraftBudget:
         self._depth: Float64 = np.zeros(ceiling + 1)  # their sums: passes for the first so many nodes,
         self._inner: Float64 = np.zeros(ceiling + 1)  # and rows of these passes
         self._host = HOST_SECONDS
+        self._row: float | None = None  # seconds of one where many are read
+        self._answer = ANSWER
         self._thrift = Thrift()
         self._state: dict[str, float] = {}
 
@@ -119,28 +132,55 @@ class DraftBudget:
         """Whether steps may go by without a `plan`."""
         return self._thrift.settled
 
-    def plan(self, batch_size: int, context_tokens: int, rested: int = 0) -> int:
-        """How many nodes to draft for each request of the next step.
+    def plan(self, unread: Sequence[int], context_tokens: int, rested: int = 0) -> tuple[int, int]:
+        """How much to draft for the next step.
 
         Args:
-            batch_size: requests that decode, at least 1.
+            unread: ``[batch_size]`` ascending, of each request that decodes its tokens that the draft has not read.
             context_tokens: tokens in the KV cache, of all requests together.
             rested: steps without drafts since the last call.
+
+        Returns:
+            Nodes of a request, and how many requests get them: the first ones.
         """
+        batch_size = len(unread)
+        ways = [batch_size]  # requests that are drafted for
+        if self.rest_cost is None:  # else all begin one step
+            ways = sorted({batch_size, *(1 << i for i in range(batch_size.bit_length()))})
         nodes = np.arange(self.ceiling + 1)
-        tokens = batch_size * (1.0 + np.concatenate([[0.0], np.cumsum(self.acceptance())]))
-        target = self._target_seconds(nodes, batch_size, context_tokens)
-        draft = self._draft_seconds(nodes, batch_size, context_tokens)
-        seconds = target + draft
-        rate = tokens / seconds
-        best = self._thrift.choose(rate, rested)
+        accepted = np.concatenate([[0.0], np.cumsum(self.acceptance())])
+        read = self._row_seconds() * np.cumsum(np.maximum(np.array(unread) - self.first_rows, 0))
+        target, draft, reading = (np.zeros((len(ways), self.ceiling + 1)) for _ in range(3))
+        for i, many in enumerate(ways):
+            target[i] = self._target_seconds(nodes, many, batch_size, context_tokens)
+            draft[i] = self._draft_seconds(nodes, many, context_tokens * many // batch_size)
+            reading[i, 1:] = read[many - 1]
+        tokens = batch_size + np.outer(ways, accepted)
+        # Once in an answer, which takes the fewer steps the more is accepted.
+        share = np.minimum((1.0 + accepted) / self._answer, 1.0)
+        seconds = target + draft + reading * share
+        rate, now = tokens / seconds, tokens / (target + draft + reading)
+        # Without drafts all ways are one.
+        best = self._thrift.choose(
+            np.concatenate([rate[0, :1], rate[:, 1:].ravel()]),
+            rested,
+            np.concatenate([now[0, :1], now[:, 1:].ravel()]),
+        )
+        way, node = divmod(best - 1, self.ceiling) if best else (0, -1)
+        chosen = way, node + 1
+        many = ways[way] if best else 0
         self._state = {
-            "step_seconds": float(seconds[best]),
-            "nodes_per_request": float(best),
-            "gain": float(rate[best] / rate[0]),
-            "draft_seconds": float(draft[best]),
+            "step_seconds": float(seconds[chosen]),
+            "nodes_per_request": float(chosen[1] * many / batch_size),
+            "gain": float(rate[chosen] / rate[0, 0]),
+            "draft_seconds": float(draft[chosen] + reading[chosen]),
         }
-        return best
+        return chosen[1], many
+
+    def _row_seconds(self) -> float:
+        if self._row is not None:
+            return self._row
+        return float(self.pass_cost.seconds(np.array([READING_ROWS]), 1, 0)[0]) / READING_ROWS
 
     def acceptance(self) -> Float64:
         """float64 ``[ceiling]``: the chance that a node is accepted, by its rank in its tree."""
@@ -151,11 +191,12 @@ class DraftBudget:
             estimates[rank] = before
         return estimates
 
-    def _target_seconds(self, nodes: np.ndarray, batch_size: int, context_tokens: int) -> Float64:
-        whole = self.cost.seconds(batch_size * (1 + nodes), batch_size, context_tokens)
+    def _target_seconds(self, nodes: np.ndarray, many: int, batch_size: int, context_tokens: int) -> Float64:
+        rows = batch_size + many * nodes
+        whole = self.cost.seconds(rows, batch_size, context_tokens)
         if self.rest_cost is None:
             return whole
-        rest = self.rest_cost.seconds(batch_size * (1 + nodes), batch_size, context_tokens)
+        rest = self.rest_cost.seconds(rows, batch_size, context_tokens)
         seconds: Float64 = np.where(nodes > 0, rest, whole)
         return seconds
 
@@ -214,6 +255,15 @@ class DraftBudget:
     def record_pass(self, seconds: float, rows: int, batch_size: int, context_tokens: int) -> None:
         """A pass of the draft; see `StepCost.record`."""
         self.pass_cost.record(seconds, rows, batch_size, context_tokens)
+
+    def record_reading(self, seconds: float, rows: int) -> None:
+        """A pass of the draft over what it had not read."""
+        known = seconds / rows if self._row is None else self._row
+        self._row = known + rows / (rows + READING_ROWS) * (seconds / rows - known)
+
+    def ended(self, num_tokens: int) -> None:
+        """A request is gone that has put out so many."""
+        self._answer += ANSWER_RATE * (max(num_tokens, 1) - self._answer)
 
     def record_step(
         self, seconds: float, rows: int, batch_size: int, context_tokens: int, behind: int | None = None

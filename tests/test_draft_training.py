@@ -233,13 +233,13 @@ def test_answers_in_the_place_of_prompts(target: Path, tmp_path: Path) -> None:
         (tmp_path / str(number)).mkdir()
         draft_data.write(draft_data.shard_file(tmp_path / str(number), 0), answers(3))
     folders = [tmp_path / "0", tmp_path / "1"]
-    source = train_cli._Source(target, None, folders, samples=2, max_tokens=9, top_k=TOP_K)
+    source = train_cli._Source(target, None, folders, own_prompts=0, samples=2, max_tokens=9, top_k=TOP_K)
     kept, each = source.answers(tmp_path, {}, nothing)
     assert (len(kept), each) == (6, 1)
     assert source.settings()["answers"] == [str(folder) for folder in folders]
-    for prompts, given in ((None, None), (["x.jsonl"], folders)):
+    for prompts, given, own in ((None, None, 0), (["x.jsonl"], folders, 0), (None, folders, 5)):
         with pytest.raises(ValueError, match="one of them must be given, and not both"):
-            train_cli._Source(target, prompts, given, samples=2, max_tokens=9, top_k=TOP_K)
+            train_cli._Source(target, prompts, given, own_prompts=own, samples=2, max_tokens=9, top_k=TOP_K)
 
 
 def test_the_draft_is_a_checkpoint_like_any_other(target: Path, tmp_path: Path) -> None:

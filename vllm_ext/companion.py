@@ -4,10 +4,10 @@
 vLLM's own loader makes it, its attention layers get caches with the target's, and their slots are found by the same
 block tables: what is shared by prefix caching, freed or preempted is so for both. What keeps it in step:
 
-- Per request the number of tokens is known whose KV is right. It starts with what the prefix cache gave, also after a
-  preemption, and ends with the last token put out.
-- A request's tokens are read when it is drafted for, and at the latest in the step in which the target fills a block:
-  full blocks may be another request's prefix from then on.
+- A request's tokens are read when it is drafted for, and not before: who is not drafted for costs nothing.
+- So of a full block the target's KV may be there and the model's not, whatever shares the block. It is known which
+  blocks are right: those that it has read to their end since vLLM gave them out. Of each request, in turn, how many
+  tokens are: up to the last full right block, or the last one that was read for this request.
 - Draft nodes lie behind the committed tokens, in slots that the scheduler reserves (`v1_scheduler`). They are read
   again once they are committed: one row more in a pass that takes place anyway, and nothing has to move.
 """
@@ -15,7 +15,7 @@ block tables: what is shared by prefix caching, freed or preempted is so for bot
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -41,7 +41,9 @@ class Companion(DraftPasses):
         super().__init__(vllm_config, f"speculative_config.model={options.model!r}")
         self._options = options
         self.model: Any = None
-        self._known: dict[str, int] = {}  # by request id, tokens whose KV is right
+        self._known: dict[str, int] = {}  # by request id, tokens read for it
+        self._right = np.zeros(0, bool)  # by block of vLLM's, whether it was read to its end
+        self._block_size = 0
         self._roots: dict[str, tuple[Any, Any]] = {}  # by request id, the distribution after its last token
 
     def load(self, target: Any) -> None:
@@ -64,14 +66,52 @@ class Companion(DraftPasses):
             shared / 1e6,
         )
 
+    def bind(self, runner: Any) -> None:
+        """See `DraftPasses`."""
+        super().bind(runner)
+        self._right = np.zeros(runner.kv_cache_config.num_blocks, bool)
+        self._block_size = runner.kv_cache_config.kv_cache_groups[self._group_id].kv_cache_spec.block_size
+
     def begin_step(self, scheduler_output: Any) -> None:
-        """See `DraftPasses`: note what the prefix cache gave requests that come, or come back."""
+        """See `DraftPasses`: note which blocks are given out; what the prefix cache gave stays as it is."""
         for new in scheduler_output.scheduled_new_reqs:
-            self._known[new.req_id] = new.num_computed_tokens
+            self._begin(new.req_id, new.block_ids, new.num_computed_tokens)
         cached = scheduler_output.scheduled_cached_reqs
-        for request_id, computed in zip(cached.req_ids, cached.num_computed_tokens, strict=True):
+        for request_id, computed, new_blocks in zip(
+            cached.req_ids, cached.num_computed_tokens, cached.new_block_ids, strict=True
+        ):
             if request_id in cached.resumed_req_ids:
-                self._known[request_id] = computed
+                self._begin(request_id, new_blocks, computed)
+            elif new_blocks is not None:
+                self._right[new_blocks[self._group_id]] = False
+
+    def _begin(self, request_id: str, blocks: Any, computed: int) -> None:
+        """A request comes, or comes back: the blocks behind the prefix cache's are its own."""
+        self._known[request_id] = 0
+        self._right[blocks[self._group_id][computed // self._block_size :]] = False
+
+    def unread(self, request_ids: Sequence[str], num_tokens: Sequence[int]) -> list[int]:
+        """See `DraftPasses`."""
+        return [
+            tokens - self._read_of(request_id)
+            for request_id, tokens in zip(request_ids, num_tokens, strict=True)
+        ]
+
+    def _blocks(self, request_id: str) -> list[int]:
+        blocks: list[int] = self._runner.requests[request_id].block_ids[self._group_id]
+        return blocks
+
+    def _fill(self, request_id: str, first: int, last: int) -> None:
+        """Its tokens from ``first`` until before ``last`` are read; those before were."""
+        self._right[self._blocks(request_id)[first // self._block_size : last // self._block_size]] = True
+
+    def _read_of(self, request_id: str) -> int:
+        """How many of its tokens are read, also for another that shares its blocks."""
+        known = self._known[request_id]
+        blocks, place = self._blocks(request_id), known // self._block_size
+        while place < len(blocks) and self._right[blocks[place]]:
+            place += 1
+        return max(known, place * self._block_size)
 
     def forget(self, request_id: str) -> None:
         """See `DraftPasses`."""
@@ -79,32 +119,23 @@ class Companion(DraftPasses):
         self._known.pop(request_id, None)
         self._roots.pop(request_id, None)
 
-    def advance(self, computed: Sequence[int], num_tokens: Sequence[int], drafting: set[str]) -> None:
-        """See `DraftPasses`: read what the target's step has committed, as far as it is needed now."""
+    def advance(self, num_tokens: Sequence[int], drafting: set[str]) -> None:
+        """See `DraftPasses`: read what those that are drafted for have committed."""
         batch = self._runner.input_batch
-        block_size = batch.block_table[self._group_id].block_size
         self._roots.clear()
         self._growth.clear()
         self.passes.clear()
-        parts: list[tuple[int, int, int]] = []  # batch index, first and last token
-        for slot, request_id in enumerate(batch.req_ids):
-            known = self._known[request_id]
-            if request_id in drafting:
-                # The last token is read again where it was before, for what follows it.
-                parts.append((slot, min(known, num_tokens[slot] - 1), num_tokens[slot]))
-            elif computed[slot] // block_size > known // block_size:
-                parts.append((slot, known, computed[slot]))
-        limit = self._target_config.scheduler_config.max_num_batched_tokens
-        while parts:
-            taken, rows = 0, 0
-            while taken < len(parts) and (not taken or rows + parts[taken][2] - parts[taken][1] <= limit):
-                rows += parts[taken][2] - parts[taken][1]
-                taken += 1
-            self._read(parts[:taken], drafting)
-            parts = parts[taken:]
+        # The last token is read again where it was before, for what follows it.
+        parts = [
+            (slot, min(self._read_of(request_id), num_tokens[slot] - 1), num_tokens[slot])
+            for slot, request_id in enumerate(batch.req_ids)
+            if request_id in drafting
+        ]
+        for stretches in packed(parts, self._target_config.scheduler_config.max_num_batched_tokens):
+            self._read(stretches, num_tokens)
 
-    def _read(self, parts: list[tuple[int, int, int]], drafting: set[str]) -> None:
-        """One pass over stretches of committed tokens."""
+    def _read(self, parts: list[tuple[int, int, int]], num_tokens: Sequence[int]) -> None:
+        """One pass over stretches of committed tokens; those that reach their request's end have roots then."""
         started = time.perf_counter()
         batch = self._runner.input_batch
         slots = np.array([part[0] for part in parts])
@@ -138,15 +169,16 @@ class Companion(DraftPasses):
             for name in names
         }
         hidden = self._forward(tokens, positions, kv_slots, metadata)
-        asked = []
-        for index, (slot, _, last) in enumerate(parts):
+        asked, names = [], []
+        for index, (slot, first, last) in enumerate(parts):
             request_id = batch.req_ids[slot]
             self._known[request_id] = last
-            if request_id in drafting:
+            self._fill(request_id, first, last)
+            if last == num_tokens[slot]:
                 asked.append(int(query_start[index + 1]) - 1)
+                names.append(request_id)
                 self._growth[request_id] = Growth(slot, last)
         if asked:
-            names = [name for slot, _, _ in parts if (name := batch.req_ids[slot]) in drafting]
             wanted = hidden if len(asked) == len(hidden) else hidden[self._to(np.array(asked))]
             for name, ids, log_q in zip(names, *self._distributions(wanted), strict=True):
                 self._roots[name] = ids, log_q
@@ -164,3 +196,20 @@ class Companion(DraftPasses):
 
     def _logits(self, hidden: Any) -> Any:
         return self.model.compute_logits(hidden)
+
+
+def packed(parts: Sequence[tuple[int, int, int]], limit: int) -> Iterator[list[tuple[int, int, int]]]:
+    """Stretches of tokens (whose, the first, behind the last) in lots of ``limit`` tokens, cut where a lot is full."""
+    lot: list[tuple[int, int, int]] = []
+    room = limit
+    for whose, first, last in parts:
+        while first < last:
+            end = min(last, first + room)
+            lot.append((whose, first, end))
+            room -= end - first
+            first = end
+            if not room:
+                yield lot
+                lot, room = [], limit
+    if lot:
+        yield lot

@@ -2,10 +2,14 @@
 """What a draft model learns from: the target's own answers, with what it ranked highest at each of their tokens.
 
 Shards of a folder, each complete or not there, so that an interrupted run goes on where it stopped.
+
+Few prompts are soon learnt by heart. A chat model that is given what its template puts before a user's words goes on
+with such words: prompts without number, as Magpie has them (arXiv 2406.08464, section 2.1).
 """
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,6 +24,8 @@ from vllm_ext.datastore_files import Progress
 Int32 = npt.NDArray[np.int32]
 
 SHARD = 64  # prompts
+OWN_PROMPTS = "own_prompts.jsonl"
+OWN_PROMPT_TOKENS = 256  # longer ones are not kept: they are cut
 CPU_MEMORY = 0.5  # of a CPU's memory, for the model and its KV cache
 TEMPERATURES = (
     0.0,
@@ -42,6 +48,7 @@ class Answer:
 def generate(
     model: str,
     chats: Sequence[list[dict[str, Any]]],
+    own_prompts: int,
     folder: Path,
     samples: int,
     max_tokens: int,
@@ -54,6 +61,7 @@ def generate(
     Args:
         model: the target's folder or hub name.
         chats: lists of messages.
+        own_prompts: prompts that the target writes itself, which follow ``chats``.
         folder: of the shards.
         samples: answers of each chat, at `TEMPERATURES`.
         max_tokens: of an answer.
@@ -62,31 +70,80 @@ def generate(
         report: progress in chats.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    starts = range(0, len(chats), SHARD)
+    written = folder / OWN_PROMPTS
+    starts = range(0, len(chats) + own_prompts, SHARD)
     missing = [start for start in starts if not shard_file(folder, start).exists()]
-    done = len(chats) - sum(min(SHARD, len(chats) - start) for start in missing)
-    report("answers", done, len(chats))
     if not missing:
         return
-    from vllm import LLM, SamplingParams
-    from vllm.platforms import current_platform
+    from vllm import SamplingParams
 
-    # Of a CPU's memory vLLM would take nine tenths, which other programs on the machine may have to do with as well.
-    share = {"gpu_memory_utilization": CPU_MEMORY} if current_platform.is_cpu() else {}
-    llm = LLM(model, **{"max_logprobs": max(top_k, 20), **share, **engine_options})
+    llm = _engine(model, {"max_logprobs": max(top_k, 20), **engine_options})
+    if own_prompts and not written.exists():
+        _write_prompts(llm, own_prompts, written, report)
+    if own_prompts:
+        own = [json.loads(line) for line in written.read_text().splitlines()]
+        chats = [*chats, *([{"role": "user", "content": prompt}] for prompt in own)]
+    # What its words are is not looked up: of the alternatives this would take longer than sampling.
+    params = [
+        SamplingParams(
+            temperature=TEMPERATURES[min(i, 1)], max_tokens=max_tokens, logprobs=top_k, detokenize=False
+        )
+        for i in range(samples)
+    ]
+    done = len(chats) - sum(min(SHARD, len(chats) - start) for start in missing)
+    report("answers", done, len(chats))
     for start in missing:
         part = list(chats[start : start + SHARD])
-        params = [
-            SamplingParams(temperature=TEMPERATURES[min(i, 1)], max_tokens=max_tokens, logprobs=top_k)
-            for i in range(samples)
-        ]
         outputs = llm.chat(
             [chat for chat in part for _ in params], [p for _ in part for p in params], use_tqdm=False
         )
         write(shard_file(folder, start), [_answer(output, top_k) for output in outputs])
         done += len(part)
         report("answers", done, len(chats))
-    llm.llm_engine.engine_core.shutdown()  # its memory and its core are training's now
+    llm.llm_engine.engine_core.shutdown()  # its memory and its cores are training's now
+
+
+def _engine(model: str, options: dict[str, Any]) -> Any:
+    """vLLM's ``LLM``; on a CPU in this process, where its threads take all cores."""
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu():
+        # Its processes wait for each other in loops, which takes one core of few, and bind a worker to the rest.
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+        # Of the memory vLLM would take nine tenths, which other programs on the machine may have to do with as well.
+        options = {"gpu_memory_utilization": CPU_MEMORY, "distributed_executor_backend": "uni", **options}
+    from vllm import LLM
+
+    return LLM(model, **options)
+
+
+def _write_prompts(llm: Any, count: int, file: Path, report: Progress) -> None:
+    """Have the target write what users would say, one line of JSON each.
+
+    Raises:
+        ValueError: its chat template puts nothing before a user's words, or it does not end what it writes.
+    """
+    from vllm import SamplingParams
+
+    mark = "<user's words>"
+    tokenizer = llm.get_tokenizer()
+    chat = tokenizer.apply_chat_template([{"role": "user", "content": mark}], tokenize=False)
+    before = tokenizer.encode(chat[: chat.index(mark)], add_special_tokens=False)
+    params = SamplingParams(temperature=1.0, max_tokens=OWN_PROMPT_TOKENS)
+    found: dict[str, None] = {}  # in order, each once
+    while len(found) < count:
+        outputs = llm.generate([{"prompt_token_ids": before}] * 256, params, use_tqdm=False)
+        texts = [o.outputs[0].text.strip() for o in outputs if o.outputs[0].finish_reason == "stop"]
+        if not any(texts):
+            raise ValueError(
+                f"--own-prompts={count} is not allowed: of {len(outputs)} user messages the model ended none within "
+                f"{OWN_PROMPT_TOKENS} tokens; leave it out and give --prompts"
+            )
+        found.update(dict.fromkeys(filter(None, texts)))
+        report("prompts", min(len(found), count), count)
+    part = file.with_suffix(".part")
+    part.write_text("".join(json.dumps(text) + "\n" for text in list(found)[:count]))
+    os.replace(part, file)
 
 
 def shard_file(folder: Path, start: int) -> Path:

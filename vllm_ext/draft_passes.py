@@ -94,17 +94,20 @@ class DraftPasses(ABC):
     def begin_step(self, scheduler_output: Any) -> None:
         """Before the target's step."""
 
+    def unread(self, request_ids: Sequence[str], num_tokens: Sequence[int]) -> list[int]:
+        """Of requests with so many tokens those whose KV is not there: of a model with the target's caches, none."""
+        return [1] * len(request_ids)
+
     def forget(self, request_id: str) -> None:
         """A request is gone."""
         self._growth.pop(request_id, None)
 
     @abstractmethod
-    def advance(self, computed: Sequence[int], num_tokens: Sequence[int], drafting: set[str]) -> None:
+    def advance(self, num_tokens: Sequence[int], drafting: set[str]) -> None:
         """After the target's step: what was drafted before is of no use any more.
 
         Args:
-            computed: by batch index, tokens whose target KV is there after the step.
-            num_tokens: by batch index, tokens that are known; one more than ``computed`` where one was sampled.
+            num_tokens: by batch index, tokens that are known.
             drafting: requests that are drafted for.
         """
 

@@ -97,9 +97,9 @@ class EarlyExit(SelfDraft):
         super().forget(request_id)
         self._settled.pop(request_id, None)
 
-    def advance(self, computed: Sequence[int], num_tokens: Sequence[int], drafting: set[str]) -> None:
+    def advance(self, num_tokens: Sequence[int], drafting: set[str]) -> None:
         """See `DraftPasses`."""
-        super().advance(computed, num_tokens, drafting)
+        super().advance(num_tokens, drafting)
         self._streams.clear()
         self._normed.clear()
         self._where.clear()

@@ -114,30 +114,38 @@ class ModelDrafts:
                 measure(costs[1], exits.rest_calibration_pass, f"pass behind the exit {behind}", patience)
         exits.choice = 0
 
-    def plan(self, request_ids: Sequence[str], context_tokens: int, most: int) -> int:
-        """How many nodes to draft for each request of the next step, the same on all ranks though their clocks differ.
+    def plan(self, request_ids: Sequence[str], num_tokens: Sequence[int], most: int) -> list[int]:
+        """How many nodes to draft for the next step, the same on all ranks though their clocks differ.
 
         Args:
             request_ids: of those that decode.
-            context_tokens: tokens in the KV cache, of them together.
+            num_tokens: by request, tokens that are known.
             most: allowed by the scheduler.
+
+        Returns:
+            By request.
         """
-        if self._left and len(request_ids) == self._resting:
+        drafted = len(request_ids)  # requests
+        by_unread = list(range(drafted))  # those with the least to read first
+        if self._left and drafted == self._resting:
             self._left -= 1
-            return 0
+            return [0] * drafted
         rested = REST - self._left if self._resting else 0
         choice, nodes, least_worth = 0, most, 0.0
         if request_ids and isinstance(self.budget, ExitBudget):
-            nodes = self.budget.plan(request_ids, context_tokens, rested)
+            nodes = self.budget.plan(request_ids, sum(num_tokens), rested)
             choice, least_worth = self.budget.exit, self.budget.least_worth
         elif request_ids and isinstance(self.budget, DraftBudget):
-            nodes = self.budget.plan(len(request_ids), context_tokens, rested)
+            unread = self.passes.unread(request_ids, num_tokens)
+            by_unread.sort(key=unread.__getitem__)
+            nodes, drafted = self.budget.plan(sorted(unread), sum(num_tokens), rested)
         elif request_ids and self._choice is not None:
             choice, _, rate = self._choice.best(request_ids, self._layers)
             more = float(self._layers[choice, 1] - self._layers[choice, 0])
             least_worth = self._choice.least_worth(request_ids, choice, rate, more)
         if self._config.parallel_config.world_size > 1:
-            choice, nodes, least_worth = get_tp_group().broadcast_object((choice, nodes, least_worth), src=0)
+            decided = choice, nodes, drafted, least_worth
+            choice, nodes, drafted, least_worth = get_tp_group().broadcast_object(decided, src=0)
         # On all ranks alike: what each knows of the clock has no say.
         rests = request_ids and nodes == 0 and self.budget is not None and self.budget.settled
         self._left, self._resting = (REST, len(request_ids)) if rests else (0, 0)
@@ -146,21 +154,17 @@ class ModelDrafts:
             if isinstance(self.proposer, DynamicExit):
                 self.proposer.exit_layer = self.early_exit.exits[choice]
                 self.proposer.least_worth = least_worth
-        return min(nodes, most)
+        wanted = [0] * len(request_ids)
+        for index in by_unread[:drafted]:
+            wanted[index] = min(nodes, most)
+        return wanted
 
-    def propose(
-        self, runner: Any, trees: StepTrees, requests: list[Request], sampled: list[list[int]]
-    ) -> list[DraftTree]:
+    def propose(self, runner: Any, requests: list[Request], batch_size: int) -> list[DraftTree]:
         """The proposer's trees, by a model that has read what this step has committed."""
         started = time.perf_counter()
-        known = runner.input_batch.num_tokens_no_spec[: len(sampled)].tolist()
-        # The last token was sampled and has no KV yet; of a prompt that goes on, all that was scheduled is computed.
-        computed = [
-            tokens - 1 if emitted else int(context) + 1
-            for tokens, emitted, context in zip(known, sampled, trees.context, strict=True)
-        ]
+        known = runner.input_batch.num_tokens_no_spec[:batch_size].tolist()
         drafting = {request.request_id for request in requests if request.has_room}
-        self.passes.advance(computed, known, drafting)
+        self.passes.advance(known, drafting)
         if drafting and isinstance(self.proposer, DynamicExit) and self.early_exit is not None:
             self._watch = self._watch - 1 if self._watch else self.proposer.options.watch_every - 1
             self.early_exit.watched = self._watch == 0
@@ -170,10 +174,12 @@ class ModelDrafts:
             self.passes.settle([name for name, _ in drafted], [tree for _, tree in drafted])
         self.seconds = time.perf_counter() - started
         if self.budget is not None and drafted:
-            context = sum(len(request.tokens) for request in requests)
+            context = sum(len(request.tokens) for request in requests if request.request_id in drafting)
             for seconds, rows, num_requests in self.passes.passes:
                 if rows <= MAX_PASS_ROWS * num_requests:  # no prompt in it
                     self.budget.record_pass(seconds, rows, num_requests, context)
+                elif isinstance(self.budget, DraftBudget):
+                    self.budget.record_reading(seconds, rows)
             host = self.seconds - sum(seconds for seconds, _, _ in self.passes.passes)
             self.budget.drafted([tree for _, tree in drafted], host)
         return proposed
@@ -221,8 +227,10 @@ class ModelDrafts:
         seconds, self.seconds = self.seconds, 0.0
         return seconds
 
-    def finish(self, request_id: str) -> None:
+    def finish(self, request_id: str, num_output_tokens: int) -> None:
         """A request is gone."""
         self.passes.forget(request_id)
+        if isinstance(self.budget, DraftBudget):
+            self.budget.ended(num_output_tokens)
         if self._choice is not None:
             self._choice.finish(request_id)

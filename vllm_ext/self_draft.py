@@ -32,7 +32,7 @@ class SelfDraft(DraftPasses):
         self._target = target
         self.layers = [name for layer in target.model.layers for name in attention_names(layer)]
 
-    def advance(self, computed: Sequence[int], num_tokens: Sequence[int], drafting: set[str]) -> None:
+    def advance(self, num_tokens: Sequence[int], drafting: set[str]) -> None:
         """See `DraftPasses`."""
         self._growth.clear()
         self.passes.clear()

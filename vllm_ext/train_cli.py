@@ -23,6 +23,12 @@ Prompts = Annotated[
     list[str] | None,
     typer.Option(help="JSONL file of prompts, as `vllm-ext bench` takes them; may be given several times."),
 ]
+OwnPrompts = Annotated[
+    int,
+    typer.Option(
+        min=0, help="Prompts that the target, a chat model, writes itself, beside those that are given."
+    ),
+]
 Samples = Annotated[int, typer.Option(min=1, help="Answers of each prompt: one greedy, the others sampled.")]
 TopK = Annotated[int, typer.Option(min=1, max=256, help="Alternatives kept of each of its tokens.")]
 MaxNumSeqs = Annotated[int, typer.Option(min=1, help="Prompts answered at once.")]
@@ -62,6 +68,7 @@ def draft_command(
     num_layers: Annotated[int, typer.Option(min=1)] = 4,
     num_heads: Annotated[int, typer.Option(min=1, help="Divides the hidden size.")] = 3,
     intermediate_size: Annotated[int, typer.Option(min=32)] = 512,
+    own_prompts: OwnPrompts = 0,
     samples: Samples = 2,
     max_tokens: Annotated[int, typer.Option(min=2, help="Of an answer.")] = 256,
     top_k: TopK = 16,
@@ -73,7 +80,7 @@ def draft_command(
         int | None,
         typer.Option(min=1, help="Of answers in a step, about; not given: 2048, with --layers 512."),
     ] = None,
-    max_num_seqs: MaxNumSeqs = 32,
+    max_num_seqs: MaxNumSeqs = 128,
     dtype: Dtype = "auto",
     device: Device = "auto",
     seed: Seed = 0,
@@ -105,7 +112,7 @@ def draft_command(
         kept = None if layers is None else _numbers("--layers", layers)
         usual = Recipe() if kept is None else OF_LAYERS
         folder = snapshot(target)
-        source = _Source(folder, prompts, answers, samples, max_tokens, top_k)
+        source = _Source(folder, prompts, answers, own_prompts, samples, max_tokens, top_k)
         shape = Shape(hidden_size, num_layers, num_heads, intermediate_size)
         recipe = Recipe(
             minutes=minutes,
@@ -164,13 +171,14 @@ def exits_command(
         list[Path] | None,
         typer.Option(help="Folder of answers that are kept, in the place of prompts; several times."),
     ] = None,
+    own_prompts: OwnPrompts = 0,
     samples: Samples = 2,
     max_tokens: Annotated[int, typer.Option(min=2, help="Of an answer.")] = 128,
     top_k: TopK = 16,
     tokens: Annotated[int, typer.Option(min=100, help="Most tokens of answers to learn from.")] = 40_000,
     epochs: Annotated[int, typer.Option(min=0, help="Over them; 0: least squares alone.")] = 2,
     learning_rate: Annotated[float, typer.Option(min=0.0)] = 5e-4,
-    max_num_seqs: MaxNumSeqs = 32,
+    max_num_seqs: MaxNumSeqs = 128,
     dtype: Dtype = "auto",
     device: Device = "auto",
     seed: Seed = 0,
@@ -185,7 +193,7 @@ def exits_command(
 
         folder = snapshot(target)
         numbers = _numbers("--exits", exits)
-        source = _Source(folder, prompts, answers, samples, max_tokens, top_k)
+        source = _Source(folder, prompts, answers, own_prompts, samples, max_tokens, top_k)
         work = output.with_name(output.name + ".work")
         _same_settings(work, source.settings())
         started = time.perf_counter()
@@ -250,27 +258,36 @@ class _Source:
         folder: Path,
         prompts: list[str] | None,
         answers: list[Path] | None,
+        own_prompts: int,
         samples: int,
         max_tokens: int,
         top_k: int,
     ) -> None:
         from vllm_ext.bench_prompts import load_prompts
 
-        if bool(prompts) == bool(answers):
+        if bool(prompts or own_prompts) == bool(answers):
             raise ValueError(
-                f"--prompts={prompts or []} and --answers={[*map(str, answers or [])]} are not allowed; one of them "
-                "must be given, and not both"
+                f"--prompts={prompts or []}, --own-prompts={own_prompts} and "
+                f"--answers={[*map(str, answers or [])]} are not allowed; prompts of either kind or "
+                "answers, one of them must be given, and not both"
             )
         self._folder, self._kept = folder, [given.resolve() for given in answers or []]
         self._chats: list[Any] = []
         if prompts:
             self._chats = [prompt.messages for prompt in load_prompts([Path(file) for file in prompts])]
+        self._own_prompts = own_prompts
         self._asked = {"samples": samples, "max_tokens": max_tokens, "top_k": top_k}
 
     def settings(self) -> dict[str, Any]:
         """What the answers belong to."""
         kept = [str(given) for given in self._kept]
-        return {"target": str(self._folder), "chats": len(self._chats), "answers": kept, **self._asked}
+        return {
+            "target": str(self._folder),
+            "chats": len(self._chats),
+            "own_prompts": self._own_prompts,
+            "answers": kept,
+            **self._asked,
+        }
 
     def answers(self, work: Path, options: dict[str, Any], report: Any) -> tuple[list[Any], int]:
         """The answers, and how many of them in a row belong to one prompt."""
@@ -282,6 +299,7 @@ class _Source:
         generate(
             str(self._folder),
             self._chats,
+            self._own_prompts,
             work / "answers",
             asked["samples"],
             asked["max_tokens"],

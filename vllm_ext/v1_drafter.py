@@ -187,11 +187,12 @@ class Drafter:
                 self._observe(runner, trees, [tokens[:n] for tokens, n in zip(own, kept, strict=True)])
                 if self._could_be_cut(sampled):
                     num_draft_tokens = 0
+                most = [num_draft_tokens] * len(own)
                 if self.model_drafts is not None:
-                    num_draft_tokens = self._plan(self.model_drafts, runner, own, num_draft_tokens)
-                requests, slots = self._requests(runner, num_draft_tokens, own, kept)
+                    most = self._plan(self.model_drafts, runner, own, num_draft_tokens)
+                requests, slots = self._requests(runner, most, own, kept)
                 if self.model_drafts is not None:
-                    proposals = self.model_drafts.propose(runner, trees, requests, sampled)
+                    proposals = self.model_drafts.propose(runner, requests, len(sampled))
                 else:
                     proposals = self._constrained(runner, requests, self.proposer.propose(requests))
                     proposals = chains_where_asked(requests, proposals)
@@ -222,11 +223,14 @@ class Drafter:
         most = self._config.scheduler_config.max_num_batched_tokens
         return not all(sampled) or len(sampled) * (1 + self.num_nodes) > most
 
-    def _plan(self, drafts: ModelDrafts, runner: Any, sampled: list[list[int]], most: int) -> int:
-        """How many nodes to draft for each request."""
+    def _plan(self, drafts: ModelDrafts, runner: Any, sampled: list[list[int]], most: int) -> list[int]:
+        """How many nodes to draft, by batch index."""
         decoding = [slot for slot, tokens in enumerate(sampled) if tokens]
         names = [runner.input_batch.req_ids[slot] for slot in decoding]
-        nodes = drafts.plan(names, int(runner.input_batch.num_tokens_no_spec[decoding].sum()), most)
+        nodes = [0] * len(sampled)
+        planned = drafts.plan(names, runner.input_batch.num_tokens_no_spec[decoding].tolist(), most)
+        for slot, wanted in zip(decoding, planned, strict=True):
+            nodes[slot] = wanted
         if drafts.budget is not None and not drafts.rests:
             self._show(drafts.budget.state())
         return nodes
@@ -325,15 +329,15 @@ class Drafter:
             elif drafts is not None:
                 drafts.record_step(*step)
 
-    def finish(self, request_id: str) -> None:
-        """A request is gone."""
+    def finish(self, request_id: str, num_output_tokens: int = 0) -> None:
+        """A request is gone that has put out so many tokens."""
         self.proposed.pop(request_id, None)
         if self.grammars is not None:
             self.grammars.finish(request_id)
         if self._ruled is not None:
             self._ruled.finish(request_id)
         if self.model_drafts is not None:
-            self.model_drafts.finish(request_id)
+            self.model_drafts.finish(request_id, num_output_tokens)
         if self._sampling.pop(request_id, None) is not None:
             with self._memory.lock:
                 self.proposer.finish(request_id)
@@ -394,7 +398,7 @@ class Drafter:
         )
 
     def _requests(
-        self, runner: Any, num_draft_tokens: int, sampled: list[list[int]], kept: list[int]
+        self, runner: Any, num_draft_tokens: list[int], sampled: list[list[int]], kept: list[int]
     ) -> tuple[list[Request], list[int]]:
         """The requests to draft for, and their batch indices. Those at their end get no drafts any more."""
         batch = runner.input_batch
@@ -420,7 +424,7 @@ class Drafter:
             slots_left = self._max_model_len - num_tokens
             if self.model_drafts is not None:
                 slots_left //= ASKED_PER_NODE
-            budget_tokens = min(num_draft_tokens, self.num_nodes, slots_left)
+            budget_tokens = min(num_draft_tokens[slot], self.num_nodes, slots_left)
             if self.budget is not None and self._may_hint:
                 budget_tokens = min(budget_tokens, self.budget.hint(request_id))
             # A step that accepts n drafts emits n + 1 tokens.

@@ -368,7 +368,7 @@ class SpeculativeRunner(RuledRunner):
 
     def _on_request_state_removed(self, req_id: str, req_state: Any) -> None:
         super()._on_request_state_removed(req_id, req_state)
-        self.drafter.finish(req_id)
+        self.drafter.finish(req_id, 0 if req_state is None else len(req_state.output_token_ids))
 
     @property
     def vllm_ext_tap_seconds(self) -> float:

@@ -31,7 +31,7 @@ class Machine:
     def run(self, steps: int) -> list[int]:
         chosen = []
         for _ in range(steps):
-            nodes = self.budget.plan(self.batch_size, 100 * self.batch_size)
+            nodes, _ = self.budget.plan([1] * self.batch_size, 100 * self.batch_size)
             chosen.append(nodes)
             rows = self.batch_size * (1 + nodes)
             target = 1e-2 * (1.0 + self.per_row * rows)
@@ -118,8 +118,8 @@ def test_a_draft_that_is_a_part_of_the_target() -> None:
     assert part.rest_cost is not None
     part.rest_cost.calibrate(sizes, np.full(4, 20e-3))
     nodes = np.arange(5)
-    assert apart._target_seconds(nodes, 1, 10) == pytest.approx([30e-3] * 5, rel=0.05)
-    assert part._target_seconds(nodes, 1, 10) == pytest.approx([30e-3, *[20e-3] * 4], rel=0.05)
+    assert apart._target_seconds(nodes, 1, 1, 10) == pytest.approx([30e-3] * 5, rel=0.05)
+    assert part._target_seconds(nodes, 1, 1, 10) == pytest.approx([30e-3, *[20e-3] * 4], rel=0.05)
     # Leaves take a pass of their own.
     difference = part._draft_seconds(nodes, 1, 10) - apart._draft_seconds(nodes, 1, 10)
     assert difference == pytest.approx([0.0, *[10e-3] * 4], rel=0.05)
@@ -129,3 +129,51 @@ def test_a_draft_that_is_a_part_of_the_target() -> None:
     for _ in range(100):
         part.record_step(40e-3, 3, 1, 10, 0)
     assert part.cost.seconds(np.array([1]), 1, 10)[0] == pytest.approx(60e-3, rel=0.15)
+
+
+def settled(acceptance: float = 0.8) -> DraftBudget:
+    """Its drafts pay, and a row that is read takes 0.5 ms."""
+    machine = Machine(acceptance, 0.01, 2e-4, batch_size=4)
+    machine.run(200)
+    machine.budget.record_reading(0.5, 1000)
+    return machine.budget
+
+
+def test_what_is_unread_must_pay_too() -> None:
+    """Over an answer of 128 tokens a prompt of 300 tokens does, one of 5000 does not; in a longer answer it does."""
+    budget = settled()
+    for _ in range(20):
+        assert budget.plan([300] * 4, 400)[1] == 4
+        assert budget.plan([5000] * 4, 400) == (0, 0)
+    for _ in range(300):
+        budget.ended(20_000)
+    nodes, many = budget.plan([5000] * 4, 400)
+    assert nodes > 0
+    assert many == 4
+
+
+def test_those_that_are_read_are_drafted_for() -> None:
+    budget = settled()
+    nodes, many = budget.plan([1, 1, 9000, 9000], 400)
+    assert nodes > 0
+    assert many == 2
+    # A batch of another size than a power of two, all of it.
+    assert budget.plan([1, 1, 2, 2, 2], 400)[1] == 5
+
+
+def test_probes_read_little_and_are_charged_for_it() -> None:
+    """A draft that never pays is asked now and then, about the request with the least to read."""
+    machine = Machine(0.0, 0.05, 1e-3, batch_size=4)
+    machine.run(100)
+    machine.budget.record_reading(0.1, 1000)
+    step = 1e-2 * (1.0 + 4 * 0.05)
+    read, probes, steps = 0, 0, 4000
+    for _ in range(steps):
+        nodes, many = machine.budget.plan([50, 80, 900, 900], 400)
+        if nodes:
+            assert many == 1
+            read, probes = read + 50, probes + 1
+            machine.budget.observe([nodes, 0, 0, 0], [[], [], [], []])
+        machine.budget.record_step(step, 4, 4, 400)
+    assert probes >= 3
+    assert read * 1e-4 < 0.01 * steps * step

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -28,6 +29,8 @@ from vllm_ext.draft_training import (
     candidates,
     estimate,
     from_layers,
+    has_embeddings_of,
+    keep_embeddings,
     loss_of,
     make_model,
     split,
@@ -165,6 +168,13 @@ def test_a_draft_begins_as_layers_of_the_target(name: str, tmp_path: Path) -> No
     draft.save_pretrained(tmp_path / "draft")
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "draft")
     torch.testing.assert_close(again(ids).logits, draft(ids).logits)
+    # One may go on from it; a model of a shape of its own has learnt its embeddings.
+    assert has_embeddings_of(tmp_path / "draft", tmp_path / "target")
+    make_model(tmp_path / "target", SHAPE, "cpu").save_pretrained(tmp_path / "own")
+    assert not has_embeddings_of(tmp_path / "own", tmp_path / "target")
+    assert [name for name, p in keep_embeddings(again).named_parameters() if not p.requires_grad] == [
+        "model.embed_tokens.weight"
+    ]
     with pytest.raises(ValueError, match=r"has layers 0 to 2, and not \[3\]"):
         from_layers(tmp_path / "target", [0, 3], "cpu")
 
@@ -240,6 +250,42 @@ def test_answers_in_the_place_of_prompts(target: Path, tmp_path: Path) -> None:
     for prompts, given, own in ((None, None, 0), (["x.jsonl"], folders, 0), (None, folders, 5)):
         with pytest.raises(ValueError, match="one of them must be given, and not both"):
             train_cli._Source(target, prompts, given, own_prompts=own, samples=2, max_tokens=9, top_k=TOP_K)
+
+
+class Writer:
+    """Says what it is told to, as vLLM's ``LLM`` does, behind what its template puts before a user's words."""
+
+    def __init__(self, *said: tuple[str, str]) -> None:
+        self.said, self.asked = said, 0
+
+    def get_tokenizer(self) -> Any:
+        return SimpleNamespace(
+            apply_chat_template=lambda messages, tokenize: f"system.user:{messages[0]['content']}.end",
+            encode=lambda text, add_special_tokens: list(text.encode()),
+        )
+
+    def generate(self, prompts: list[Any], params: Any, use_tqdm: bool) -> list[Any]:
+        assert all(prompt == {"prompt_token_ids": list(b"system.user:")} for prompt in prompts)
+        self.asked += len(prompts)
+        return [
+            SimpleNamespace(outputs=[SimpleNamespace(text=text, finish_reason=reason)])
+            for text, reason in self.said
+        ]
+
+
+def test_the_target_writes_prompts(tmp_path: Path) -> None:
+    """Each once and to its end; one that never ends them is refused, and leaves no file."""
+    pytest.importorskip("vllm")
+    file = tmp_path / "own.jsonl"
+    writer = Writer((" How?\n", "stop"), ("How?", "stop"), ("", "stop"), ("cut", "length"), ("Why?", "stop"))
+    draft_data._write_prompts(writer, 2, file, nothing)
+    assert [json.loads(line) for line in file.read_text().splitlines()] == ["How?", "Why?"]
+    assert writer.asked > 0
+    with pytest.raises(ValueError, match="--own-prompts=2 is not allowed.* ended none within 256 tokens"):
+        draft_data._write_prompts(Writer(("cut", "length")), 2, tmp_path / "none.jsonl", nothing)
+    with pytest.raises(ValueError, match="new beside 1"):
+        draft_data._write_prompts(Writer(("How?", "stop")), 2, tmp_path / "none.jsonl", nothing)
+    assert not (tmp_path / "none.jsonl").exists()
 
 
 def test_the_draft_is_a_checkpoint_like_any_other(target: Path, tmp_path: Path) -> None:

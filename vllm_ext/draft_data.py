@@ -121,7 +121,7 @@ def _write_prompts(llm: Any, count: int, file: Path, report: Progress) -> None:
     """Have the target write what users would say, one line of JSON each.
 
     Raises:
-        ValueError: its chat template puts nothing before a user's words, or it does not end what it writes.
+        ValueError: it has no chat template, does not end what it writes, or repeats itself.
     """
     from vllm import SamplingParams
 
@@ -134,12 +134,13 @@ def _write_prompts(llm: Any, count: int, file: Path, report: Progress) -> None:
     while len(found) < count:
         outputs = llm.generate([{"prompt_token_ids": before}] * 256, params, use_tqdm=False)
         texts = [o.outputs[0].text.strip() for o in outputs if o.outputs[0].finish_reason == "stop"]
-        if not any(texts):
+        before_these = len(found)
+        found.update(dict.fromkeys(filter(None, texts)))
+        if len(found) == before_these:
             raise ValueError(
                 f"--own-prompts={count} is not allowed: of {len(outputs)} user messages the model ended none within "
-                f"{OWN_PROMPT_TOKENS} tokens; leave it out and give --prompts"
+                f"{OWN_PROMPT_TOKENS} tokens that is new beside {before_these}; leave it out and give --prompts"
             )
-        found.update(dict.fromkeys(filter(None, texts)))
         report("prompts", min(len(found), count), count)
     part = file.with_suffix(".part")
     part.write_text("".join(json.dumps(text) + "\n" for text in list(found)[:count]))

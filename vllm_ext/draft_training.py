@@ -130,6 +130,17 @@ def from_layers(target: Path, layers: Sequence[int], device: str) -> Any:
     model.config.num_hidden_layers = len(layers)
     if kinds := getattr(model.config, "layer_types", None):
         model.config.layer_types = [kinds[layer] for layer in layers]
+    return keep_embeddings(model)
+
+
+def has_embeddings_of(folder: Path, target: Path) -> bool:
+    """Whether a draft's embeddings are the target's, as those of layers of the target are."""
+    own, its = _embeddings(folder), _embeddings(target)
+    return own.shape == its.shape and torch.equal(own, its.to(own))
+
+
+def keep_embeddings(model: Any) -> Any:
+    """The same model, whose embeddings are not trained."""
     model.get_input_embeddings().weight.requires_grad_(False)
     return model
 

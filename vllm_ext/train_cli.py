@@ -74,11 +74,11 @@ def draft_command(
     top_k: TopK = 16,
     minutes: Annotated[float, typer.Option(min=0.01, help="Of training, answers left out.")] = 25.0,
     learning_rate: Annotated[
-        float | None, typer.Option(min=0.0, help="At its highest; not given: 3e-3, with --layers 1e-3.")
+        float | None, typer.Option(min=0.0, help="At its highest; not given: 3e-3, of layers 1e-3.")
     ] = None,
     batch_tokens: Annotated[
         int | None,
-        typer.Option(min=1, help="Of answers in a step, about; not given: 2048, with --layers 512."),
+        typer.Option(min=1, help="Of answers in a step, about; not given: 2048, of layers 512."),
     ] = None,
     max_num_seqs: MaxNumSeqs = 128,
     dtype: Dtype = "auto",
@@ -94,6 +94,8 @@ def draft_command(
             Shape,
             estimate,
             from_layers,
+            has_embeddings_of,
+            keep_embeddings,
             load_model,
             make_model,
             split,
@@ -110,8 +112,9 @@ def draft_command(
                 f"--layers={layers} and --start={start} are not allowed together; a model begins as one of them"
             )
         kept = None if layers is None else _numbers("--layers", layers)
-        usual = Recipe() if kept is None else OF_LAYERS
         folder = snapshot(target)
+        of_layers = kept is not None or (start is not None and has_embeddings_of(start, folder))
+        usual = OF_LAYERS if of_layers else Recipe()
         source = _Source(folder, prompts, answers, own_prompts, samples, max_tokens, top_k)
         shape = Shape(hidden_size, num_layers, num_heads, intermediate_size)
         recipe = Recipe(
@@ -137,6 +140,7 @@ def draft_command(
             tokens = sum(len(answer.top_ids) for answer in learnt)
             if start is not None:
                 model = load_model(start, _device(device))
+                model = keep_embeddings(model) if of_layers else model
             elif kept is not None:
                 model = from_layers(folder, kept, _device(device))
             else:

@@ -281,7 +281,7 @@ def test_the_target_writes_prompts(tmp_path: Path) -> None:
     draft_data._write_prompts(writer, 2, file, nothing)
     assert [json.loads(line) for line in file.read_text().splitlines()] == ["How?", "Why?"]
     assert writer.asked > 0
-    with pytest.raises(ValueError, match="--own-prompts=2 is not allowed.* ended none within 256 tokens"):
+    with pytest.raises(ValueError, match=r"--own-prompts=2 is not allowed.* ended none within 256 tokens"):
         draft_data._write_prompts(Writer(("cut", "length")), 2, tmp_path / "none.jsonl", nothing)
     with pytest.raises(ValueError, match="new beside 1"):
         draft_data._write_prompts(Writer(("How?", "stop")), 2, tmp_path / "none.jsonl", nothing)

@@ -281,19 +281,17 @@ class _Source:
         self._chats: list[Any] = []
         if prompts:
             self._chats = [prompt.messages for prompt in load_prompts([Path(file) for file in prompts])]
-        self._own_prompts = own_prompts
-        self._asked = {"samples": samples, "max_tokens": max_tokens, "top_k": top_k}
+        self._asked = {
+            "own_prompts": own_prompts,
+            "samples": samples,
+            "max_tokens": max_tokens,
+            "top_k": top_k,
+        }
 
     def settings(self) -> dict[str, Any]:
         """What the answers belong to."""
         kept = [str(given) for given in self._kept]
-        return {
-            "target": str(self._folder),
-            "chats": len(self._chats),
-            "own_prompts": self._own_prompts,
-            "answers": kept,
-            **self._asked,
-        }
+        return {"target": str(self._folder), "chats": len(self._chats), "answers": kept, **self._asked}
 
     def answers(self, work: Path, options: dict[str, Any], report: Any) -> tuple[list[Any], int]:
         """The answers, and how many of them in a row belong to one prompt."""
@@ -305,7 +303,7 @@ class _Source:
         generate(
             str(self._folder),
             self._chats,
-            self._own_prompts,
+            asked["own_prompts"],
             work / "answers",
             asked["samples"],
             asked["max_tokens"],

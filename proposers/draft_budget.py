@@ -36,9 +36,7 @@ HOST_SECONDS = 2e-4  # of a tree besides the passes, before the first is measure
 HOST_RATE = 0.1
 ANSWER = 128.0  # tokens that a request is believed to put out, before any has ended
 ANSWER_RATE = 0.05
-READING_ROWS = (
-    256  # a pass of so many tells what a row costs where many are read; half of what is known is its
-)
+READING_ROWS = 256  # a pass of so many is half of what is believed of a row's cost where many are read
 
 
 class Thrift:

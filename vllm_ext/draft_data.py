@@ -71,8 +71,10 @@ def generate(
     """
     folder.mkdir(parents=True, exist_ok=True)
     written = folder / OWN_PROMPTS
-    starts = range(0, len(chats) + own_prompts, SHARD)
-    missing = [start for start in starts if not shard_file(folder, start).exists()]
+    total = len(chats) + own_prompts
+    missing = [start for start in range(0, total, SHARD) if not shard_file(folder, start).exists()]
+    done = total - sum(min(SHARD, total - start) for start in missing)
+    report("answers", done, total)
     if not missing:
         return
     from vllm import SamplingParams
@@ -90,8 +92,6 @@ def generate(
         )
         for i in range(samples)
     ]
-    done = len(chats) - sum(min(SHARD, len(chats) - start) for start in missing)
-    report("answers", done, len(chats))
     for start in missing:
         part = list(chats[start : start + SHARD])
         outputs = llm.chat(
@@ -99,7 +99,7 @@ def generate(
         )
         write(shard_file(folder, start), [_answer(output, top_k) for output in outputs])
         done += len(part)
-        report("answers", done, len(chats))
+        report("answers", done, total)
     llm.llm_engine.engine_core.shutdown()  # its memory and its cores are training's now
 
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
-from conftest import ENGINE_OPTIONS
+from conftest import engine
 from distribution import BLOCK_SIZE, SAMPLES, expected, least_p_value, p_value, sample
 from helpers import assert_same_outputs, own_prompts
 from vllm import SamplingParams
@@ -30,15 +30,18 @@ def num_threads(worker: Any) -> int:
 @pytest.fixture(scope="module")
 def llms(plain_slice_llm: Any, slice_dir: str, tested_method: dict[str, Any]) -> Iterator[tuple[Any, Any]]:
     """Plain in eager mode; trees compiled, and by two threads, which both attend."""
-    from vllm import LLM
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0-1")
-        options = {**ENGINE_OPTIONS, "enforce_eager": False, "block_size": BLOCK_SIZE}
-        trees = LLM(slice_dir, speculative_config=tested_method, **options)
+    engines = engine(
+        slice_dir,
+        tested_method,
+        own_core=True,
+        environment={"VLLM_CPU_OMP_THREADS_BIND": "0-1"},
+        enforce_eager=False,
+        block_size=BLOCK_SIZE,
+    )
+    trees = next(engines)
     assert trees.collective_rpc(num_threads) == [2]
     yield plain_slice_llm, trees
-    trees.llm_engine.engine_core.shutdown()
+    next(engines, None)
 
 
 @pytest.mark.parametrize("batch_size", [1, 4])

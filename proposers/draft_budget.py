@@ -4,19 +4,24 @@
 The goodput of `budget`, with the draft's own time in it. A step in which ``b`` requests have ``n`` nodes each puts out
 ``b (1 + a_1 + ... + a_n)`` expected tokens, with ``a_r`` the learnt chance that a tree's node of rank ``r`` is
 accepted. It takes the target's step of ``b (1 + n)`` rows and the draft's: passes as many as the first ``n`` nodes are
-deep, of so many rows as they have inner nodes. Those that get any get the same number: which trees turn out well is
-known only when they are drawn.
+deep and some that find nothing better, of so many rows as they have inner nodes. Those that get any get the same
+number: which trees turn out well is known only when they are drawn.
+
+While they grow more is known. A pass over nodes that verification comes to with chances ``c`` puts out ``g sum(c)``
+tokens more, with ``g`` learnt from what became of such passes. Where that is less than the whole puts out in the pass's
+time otherwise, trees are finished as they are (`least_reach`).
 
 A draft with caches of its own must also read what it has not read of a request, its prompt at first. It reads nothing
 before it drafts, so that who never drafts never pays; then that is spread over the tokens which a request still puts
 out, as far as one knows. The requests that have least to be read come first, and perhaps only they are drafted for.
 
 Source: SmartSpec, arXiv 2406.14066 (goodput). Deviations: ranks of a tree's nodes in the place of positions of a
-chain, the draft's time by pass, what is unread, probes.
+chain, the draft's time by pass, passes that are not worth it, what is unread, probes.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -119,6 +124,13 @@ class DraftBudget:
         self._weight: Float64 = np.zeros(ceiling + 1)  # trees known of at least so many nodes
         self._depth: Float64 = np.zeros(ceiling + 1)  # their sums: passes for the first so many nodes,
         self._inner: Float64 = np.zeros(ceiling + 1)  # and rows of these passes
+        self._vain = 0.0  # passes in which nothing better was found
+        self._reach = self._reach_hits = (
+            0.0  # of passes after the first ones, and tokens accepted that they gave
+        )
+        self.least_reach = (
+            0.0  # of such a pass of the next step: with less it does not pay; see `sampled.grow`
+        )
         self._host = HOST_SECONDS
         self._row: float | None = None  # seconds of one where many are read
         self._answer = ANSWER
@@ -167,6 +179,10 @@ class DraftBudget:
         way, node = divmod(best - 1, self.ceiling) if best else (0, -1)
         chosen = way, node + 1
         many = ways[way] if best else 0
+        if best:
+            _, each = self._passes(nodes, many, context_tokens * many // batch_size)
+            given = (self._reach_hits + TRUST * FIRST) / (self._reach + TRUST)
+            self.least_reach = float(rate.max() * each[node + 1]) / given
         self._state = {
             "step_seconds": float(seconds[chosen]),
             "nodes_per_request": float(chosen[1] * many / batch_size),
@@ -199,28 +215,39 @@ class DraftBudget:
         return seconds
 
     def _draft_seconds(self, nodes: np.ndarray, batch_size: int, context_tokens: int) -> Float64:
-        # Of unknown sizes: a chain's passes, each of one row a request.
-        known = self._weight > 0
-        weight = np.where(known, self._weight, 1.0)
-        depth = np.where(known, self._depth / weight, nodes)
-        inner = np.where(known, self._inner / weight, nodes)
-        passes = np.maximum(depth - 1.0, 0.0)  # after the first
-        rows = np.maximum(np.rint(batch_size * inner / np.maximum(passes, 1.0)), 1).astype(np.int64)
-        each = self.pass_cost.seconds(rows, batch_size, context_tokens)
+        passes, each = self._passes(nodes, batch_size, context_tokens)
         first = self.pass_cost.seconds(np.array([self.first_rows * batch_size]), batch_size, context_tokens)
         seconds = float(first[0]) + passes * each + batch_size * self._host
         if self.rest_cost is not None:
-            leaves = np.maximum(np.rint(batch_size * (nodes - inner)), 1).astype(np.int64)
+            leaves = np.maximum(np.rint(batch_size * (nodes - self._shape(nodes)[1])), 1).astype(np.int64)
             seconds += self.pass_cost.seconds(leaves, batch_size, context_tokens)
         return np.where(nodes > 0, seconds, 0.0)
 
-    def drafted(self, trees: Sequence[DraftTree], host_seconds: float) -> None:
+    def _shape(self, nodes: np.ndarray) -> tuple[Float64, Float64]:
+        """Of trees of so many nodes, depth and inner nodes; of unknown sizes a chain's."""
+        known = self._weight > 0
+        weight = np.where(known, self._weight, 1.0)
+        return np.where(known, self._depth / weight, nodes), np.where(known, self._inner / weight, nodes)
+
+    def _passes(self, nodes: np.ndarray, batch_size: int, context_tokens: int) -> tuple[Float64, Float64]:
+        """After the first, by nodes of each tree: how many, and the seconds of one."""
+        depth, inner = self._shape(nodes)
+        # One node is never followed by another.
+        passes = np.where(nodes > 1, np.maximum(depth - 1.0, 0.0) + self._vain, 0.0)
+        rows = np.maximum(np.rint(batch_size * inner / np.maximum(passes, 1.0)), 1).astype(np.int64)
+        return passes, self.pass_cost.seconds(rows, batch_size, context_tokens)
+
+    def drafted(self, trees: Sequence[DraftTree], host_seconds: float, passes: int) -> None:
         """Learn what trees look like.
 
         Args:
             trees: those that are not empty.
             host_seconds: time of them all besides the passes.
+            passes: for them all, after the first.
         """
+        if max(len(tree) for tree in trees) > 1:
+            deep = float(np.mean([tree.depths().max() - 1 for tree in trees]))
+            self._vain += HOST_RATE * (passes - deep - self._vain)
         self._weight *= FADE
         self._depth *= FADE
         self._inner *= FADE
@@ -235,12 +262,18 @@ class DraftBudget:
             self._inner[1 : size + 1] += np.cumsum(inner) - 1.0  # the root's row is in the first pass
         self._host += HOST_RATE * (host_seconds / len(trees) - self._host)
 
-    def observe(self, sizes: Sequence[int], accepted: Sequence[Sequence[int]]) -> None:
+    def observe(
+        self,
+        sizes: Sequence[int],
+        accepted: Sequence[Sequence[int]],
+        reached: Sequence[Sequence[float]] | None = None,
+    ) -> None:
         """Learn from one verified step.
 
         Args:
             sizes: nodes verified of each request, possibly none.
             accepted: by request the ranks of the accepted nodes, from 0.
+            reached: by request, of each pass after the first what `TreeBuilder.reach` was; none: not known.
         """
         if not any(sizes):
             return
@@ -249,6 +282,13 @@ class DraftBudget:
         for size, ranks in zip(sizes, accepted, strict=True):
             self._trials[:size] += 1.0
             self._hits[list(ranks)] += 1.0
+        self._reach *= FADE
+        self._reach_hits *= FADE
+        for size, ranks, reach in zip(sizes, accepted, reached or [()] * len(sizes), strict=True):
+            for depth, chance in enumerate(reach if size else (), 2):
+                if math.isfinite(chance):
+                    self._reach += chance
+                    self._reach_hits += len(ranks) >= depth
 
     def record_pass(self, seconds: float, rows: int, batch_size: int, context_tokens: int) -> None:
         """A pass of the draft; see `StepCost.record`."""

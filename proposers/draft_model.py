@@ -98,12 +98,15 @@ class DraftModelProposer(Proposer):
     # Whether a drawn tree must be verified whole or not at all. Of others a scheduler may leave out the last nodes.
     whole: ClassVar[bool] = False
     draft: DraftModel  # set by the adapter, before any request
+    least_reach = 0.0  # set by the adapter: see `sampled.grow`
 
     def __init__(self, options: Any) -> None:
         self.options = options
         self.noise = np.random.default_rng(SEED)
         self.chance = RandomChance(self.noise)
-        self.passes = 0  # forward passes of the last `propose`, the one for the roots left out
+        # Of the last `propose`: forward passes, the one for the roots left out, and `TreeBuilder.reached` by request.
+        self.passes = 0
+        self.reached: dict[str, list[float]] = {}
 
     @classmethod
     def from_options(cls, options: DraftModelOptions, vocab_size: int) -> DraftModelProposer:
@@ -126,6 +129,7 @@ class DraftModelProposer(Proposer):
     def propose(self, requests: Sequence[Request]) -> list[DraftTree]:
         """See `Proposer.propose`. A drawn tree is to be verified as it is, not cut by what it holds."""
         self.passes = 0
+        self.reached = {}
         asked = [request for request in requests if request.has_room]
         if not asked:
             return [DraftTree.empty() for _ in requests]
@@ -150,7 +154,8 @@ class DraftModelProposer(Proposer):
                 for (index, _), ids, log_q in zip(wanted, *rows, strict=True)
             ]
 
-        grow(builders, distributions)
+        grow(builders, distributions, self.least_reach)
+        self.reached = {r.request_id: b.reached for r, b in zip(asked, builders, strict=True)}
         trees = iter(builder.tree() for builder in builders)
         return [next(trees) if request.has_room else DraftTree.empty() for request in requests]
 

@@ -63,6 +63,10 @@ class LikeliestTree(TreeBuilder):
             self._wanted = best[: share(self._room)]
             self._room -= len(self._wanted)
 
+    def reach(self) -> float:
+        """See `TreeBuilder.reach`."""
+        return sum(self.values[node] for node in self._wanted)
+
     def kept(self) -> list[int]:
         """The most probable nodes."""
         return largest(self.values, self._num_nodes)

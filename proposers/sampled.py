@@ -8,6 +8,7 @@ token was drawn from: a builder keeps the distribution of every node that has ch
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 
@@ -32,6 +33,7 @@ class TreeBuilder(ABC):
         self.tokens: list[int] = []
         self.parents: list[int] = []  # ROOT, or an earlier node
         self.q: dict[int, Sparse] = {}  # by node, the distribution of what follows it
+        self.reached: list[float] = []  # `reach` of each round after the first
 
     @abstractmethod
     def wanted(self) -> list[int]:
@@ -44,6 +46,13 @@ class TreeBuilder(ABC):
         Args:
             rows: the distribution after each of `wanted`.
         """
+
+    def reach(self) -> float:
+        """The chance that verification comes to one of `wanted`, by the draft.
+
+        inf of a tree that must not stop early: what was drawn may have no say in how large a drawn tree is.
+        """
+        return math.inf
 
     def kept(self) -> list[int]:
         """The nodes that are the finished tree, parents before children: all of them, unless a builder says."""
@@ -96,14 +105,32 @@ def largest(values: Sequence[float], count: int) -> list[int]:
     return sorted(range(len(values)), key=lambda index: (-values[index], index))[:count]
 
 
-def grow(builders: Sequence[TreeBuilder], draft: Draft) -> int:
-    """Grow all trees; returns how many forward passes that took: as many as the one that took most."""
+def grow(builders: Sequence[TreeBuilder], draft: Draft, least_reach: float = 0.0) -> int:
+    """Grow all trees.
+
+    Args:
+        builders: of the trees.
+        draft: answers one round of all of them.
+        least_reach: where a round after the first would have less than this of `TreeBuilder.reach`, of all trees
+            together, they are finished as they are.
+
+    Returns:
+        Rounds, as many as of the tree that took most; each is a forward pass.
+    """
     rounds = 0
     while True:
         wanted = [builder.wanted() for builder in builders]
         asked = [(index, node) for index, nodes in enumerate(wanted) for node in nodes]
         if not asked:
             return rounds
+        if rounds:
+            reach = [
+                builder.reach() if nodes else 0.0 for builder, nodes in zip(builders, wanted, strict=True)
+            ]
+            if sum(reach) < least_reach:
+                return rounds
+            for builder, chance in zip(builders, reach, strict=True):
+                builder.reached.append(chance)
         rounds += 1
         rows = draft(asked)
         start = 0

@@ -119,6 +119,7 @@ def test_training_learns_the_targets_distribution_and_goes_on(
     assert len(learnt) == 190
     model = make_model(target, SHAPE, "cpu")
     before = estimate(model, held_out, Recipe())
+    assert math.isnan(before.on_greedy_answers)  # they are all sampled
     first = Recipe(minutes=0.1, batch_tokens=400, learning_rate=1e-2)
     curve = train(model, learnt, first, tmp_path, nothing, nothing)
     found = estimate(model, held_out, first)
@@ -126,6 +127,10 @@ def test_training_learns_the_targets_distribution_and_goes_on(
     # All there is to have: the four successors are 0.95 of the target's mass.
     assert found.sampled_acceptance > 0.85 > 0.3 > before.sampled_acceptance
     assert found.greedy_acceptance > 0.95
+    greedy = [replace(a, tokens=np.concatenate([a.tokens[:1], a.top_ids[:, 0]])) for a in held_out]
+    of_both = estimate(model, [*held_out, *greedy], first)
+    assert of_both.on_greedy_answers == estimate(model, greedy, first).greedy_acceptance
+    assert of_both.on_greedy_answers != of_both.greedy_acceptance
     assert found.chain_of_4 == pytest.approx(4.5, abs=0.5)
     # Begun anew, from the checkpoint: nothing is lost, and time that is spent stays spent.
     again = make_model(target, SHAPE, "cpu")

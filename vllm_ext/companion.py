@@ -24,12 +24,13 @@ import torch
 from vllm.logger import init_logger
 
 from vllm_ext import companion_load
-from vllm_ext.draft_passes import DraftPasses, Growth
+from vllm_ext.draft_passes import DraftPasses, Growth, Pass
 from vllm_ext.proposers.draft_model import SELF, DraftModelOptions, Rows
 
 logger = init_logger("vllm.vllm_ext")
 
 PREFIX = "companion"  # of the layers' names
+MAX_NEW_TOKENS = 8  # of a request, on average, in a pass that reads no prompt
 
 
 class Companion(DraftPasses):
@@ -182,7 +183,8 @@ class Companion(DraftPasses):
             wanted = hidden if len(asked) == len(hidden) else hidden[self._to(np.array(asked))]
             for name, ids, log_q in zip(names, *self._distributions(wanted), strict=True):
                 self._roots[name] = ids, log_q
-        self.passes.append((time.perf_counter() - started, len(tokens), len(parts)))
+        reads = len(tokens) > MAX_NEW_TOKENS * len(parts)
+        self.passes.append(Pass(time.perf_counter() - started, len(tokens), len(parts), reads))
 
     def roots(self, request_ids: Sequence[str]) -> Rows:
         """See `DraftModel`."""

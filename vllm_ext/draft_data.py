@@ -44,6 +44,11 @@ class Answer:
     )
     top_logp: npt.NDArray[np.float32]  # [num_output_tokens, top_k] log-probabilities at temperature 1
 
+    @property
+    def is_greedy(self) -> bool:
+        """Whether its output is, throughout, what the target ranked highest."""
+        return bool((self.tokens[self.num_prompt_tokens :] == self.top_ids[:, 0]).all())
+
 
 def generate(
     model: str,

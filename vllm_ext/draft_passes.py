@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -38,6 +38,15 @@ class Growth:
     depths: list[int] = field(default_factory=list)
 
 
+class Pass(NamedTuple):
+    """What one took."""
+
+    seconds: float
+    rows: int
+    num_requests: int
+    reads: bool = False  # more tokens of a request than steps commit: a prompt's
+
+
 class DraftPasses(ABC):
     """A model that drafts, its place in the caches, and its passes. See `vllm_ext.proposers.draft_model.DraftModel`.
 
@@ -58,8 +67,7 @@ class DraftPasses(ABC):
         self._group_id = 0
         self._growth: dict[str, Growth] = {}
         self._vocab_size: int = vllm_config.model_config.get_vocab_size()
-        # Of the passes since `advance`: seconds, rows, requests.
-        self.passes: list[tuple[float, int, int]] = []
+        self.passes: list[Pass] = []  # since `advance`
 
     @abstractmethod
     def load(self, target: Any) -> None:
@@ -127,7 +135,7 @@ class DraftPasses(ABC):
         """These are the trees that the target will verify, those without nodes left out."""
 
     def _timed(self, started: float, request_ids: Sequence[str]) -> None:
-        self.passes.append((time.perf_counter() - started, len(request_ids), len(set(request_ids))))
+        self.passes.append(Pass(time.perf_counter() - started, len(request_ids), len(set(request_ids))))
 
     def _grow(self, request_ids: Sequence[str], parents: Sequence[int], tokens: Sequence[int]) -> Any:
         """Add nodes, those of a request next to each other, and run the model over them: ``[num_nodes, hidden]``."""

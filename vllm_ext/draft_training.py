@@ -73,6 +73,9 @@ class Estimate:
         float  # mean over tokens of the sum of min(p, q), tokens outside the target's best left out
     )
     greedy_acceptance: float  # share of tokens where both rank the same first
+    on_greedy_answers: (
+        float  # the same of answers that are greedy themselves, which are easier; nan if there are none
+    )
     chain_of_4: float  # mean tokens of a greedy step with four drafts in a row, the target's own counted
 
 
@@ -366,6 +369,7 @@ def estimate(model: Any, answers: Sequence[Answer], recipe: Recipe) -> Estimate:
     model.eval()
     batches = Batches(answers, recipe, device)
     sampled, same, chains, tokens = 0.0, 0, 0.0, 0
+    of_greedy: list[Any] = []
     for answer in answers:
         ids, mask, top_ids, top_logp = batches.tensors([answer])
         logits = model.lm_head(model.model(input_ids=ids).last_hidden_state[mask]).float()
@@ -374,7 +378,10 @@ def estimate(model: Any, answers: Sequence[Answer], recipe: Recipe) -> Estimate:
         agree = (logits.argmax(1) == top_ids[:, 0]).cpu().numpy()
         same += int(agree.sum())
         tokens += len(agree)
+        if answer.is_greedy:
+            of_greedy.append(agree)
         for start in range(len(agree)):
             run = agree[start : start + 4]
             chains += 1 + (len(run) if run.all() else int(run.argmin()))
-    return Estimate(sampled / tokens, same / tokens, chains / tokens)
+    on_greedy = float(np.concatenate(of_greedy).mean()) if of_greedy else math.nan
+    return Estimate(sampled / tokens, same / tokens, on_greedy, chains / tokens)

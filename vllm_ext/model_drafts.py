@@ -27,7 +27,6 @@ from vllm_ext.proposers.unified_skip import UnifiedSkip, balanced
 from vllm_ext.self_draft import SkippedLayers
 from vllm_ext.v1_trees import StepTrees
 
-MAX_PASS_ROWS = 8  # more rows a request than this in a draft model's pass are a prompt's
 REST = 7  # steps in which the budget is not asked again after it has said that nothing pays
 CALIBRATION_SECONDS = 8.0  # of all passes of early exits together
 # Times passes of several sizes for a cost: the cost, the pass, what it is called, and for how many seconds.
@@ -131,7 +130,7 @@ class ModelDrafts:
             self._left -= 1
             return [0] * drafted
         rested = REST - self._left if self._resting else 0
-        choice, nodes, least_worth = 0, most, 0.0
+        choice, nodes, least_worth, least_reach = 0, most, 0.0, 0.0
         if request_ids and isinstance(self.budget, ExitBudget):
             nodes = self.budget.plan(request_ids, sum(num_tokens), rested)
             choice, least_worth = self.budget.exit, self.budget.least_worth
@@ -139,13 +138,15 @@ class ModelDrafts:
             unread = self.passes.unread(request_ids, num_tokens)
             by_unread.sort(key=unread.__getitem__)
             nodes, drafted = self.budget.plan(sorted(unread), sum(num_tokens), rested)
+            least_reach = self.budget.least_reach
         elif request_ids and self._choice is not None:
             choice, _, rate = self._choice.best(request_ids, self._layers)
             more = float(self._layers[choice, 1] - self._layers[choice, 0])
             least_worth = self._choice.least_worth(request_ids, choice, rate, more)
         if self._config.parallel_config.world_size > 1:
-            decided = choice, nodes, drafted, least_worth
-            choice, nodes, drafted, least_worth = get_tp_group().broadcast_object(decided, src=0)
+            decided = choice, nodes, drafted, least_worth, least_reach
+            choice, nodes, drafted, least_worth, least_reach = get_tp_group().broadcast_object(decided, src=0)
+        self.proposer.least_reach = least_reach
         # On all ranks alike: what each knows of the clock has no say.
         rests = request_ids and nodes == 0 and self.budget is not None and self.budget.settled
         self._left, self._resting = (REST, len(request_ids)) if rests else (0, 0)
@@ -175,13 +176,17 @@ class ModelDrafts:
         self.seconds = time.perf_counter() - started
         if self.budget is not None and drafted:
             context = sum(len(request.tokens) for request in requests if request.request_id in drafting)
-            for seconds, rows, num_requests in self.passes.passes:
-                if rows <= MAX_PASS_ROWS * num_requests:  # no prompt in it
-                    self.budget.record_pass(seconds, rows, num_requests, context)
+            for one in self.passes.passes:
+                if not one.reads:
+                    self.budget.record_pass(one.seconds, one.rows, one.num_requests, context)
                 elif isinstance(self.budget, DraftBudget):
-                    self.budget.record_reading(seconds, rows)
-            host = self.seconds - sum(seconds for seconds, _, _ in self.passes.passes)
-            self.budget.drafted([tree for _, tree in drafted], host)
+                    self.budget.record_reading(one.seconds, one.rows)
+            host = self.seconds - sum(one.seconds for one in self.passes.passes)
+            trees = [tree for _, tree in drafted]
+            if isinstance(self.budget, DraftBudget):
+                self.budget.drafted(trees, host, self.proposer.passes)
+            else:
+                self.budget.drafted(trees, host)
         return proposed
 
     def observe(
@@ -196,7 +201,11 @@ class ModelDrafts:
             sampled: by batch index, the tokens put out.
         """
         if isinstance(self.budget, DraftBudget):
-            self.budget.observe(sizes.tolist(), [[row - 1 for row in path] for path in trees.accepted])
+            self.budget.observe(
+                sizes.tolist(),
+                [[row - 1 for row in path] for path in trees.accepted],
+                [self.proposer.reached.get(name, ()) for name in request_ids],
+            )
         exits = self.early_exit
         if self._choice is None or exits is None:
             return

@@ -158,8 +158,8 @@ def draft_command(
         console,
         f"on {len(held_out)} answers held out: accepted {found.sampled_acceptance:.3f} when both sample at "
         f"temperature 1, {found.greedy_acceptance:.3f} when greedy ({seen.greedy_acceptance:.3f} on as many that it "
-        f"learnt from); {found.chain_of_4:.2f} tokens a step with four drafts in a "
-        f"row; {(time.perf_counter() - started) / 60:.0f} minutes in all",
+        f"learnt from; {found.on_greedy_answers:.3f} on greedy answers held out); {found.chain_of_4:.2f} tokens a step "
+        f"with four drafts in a row; {(time.perf_counter() - started) / 60:.0f} minutes in all",
     )
     config = json.dumps({"method": "dyspec", "model": str(output.resolve())})
     say(console, f"serve with: --speculative-config '{config}'")

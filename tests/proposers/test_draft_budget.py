@@ -36,7 +36,7 @@ class Machine:
             rows = self.batch_size * (1 + nodes)
             target = 1e-2 * (1.0 + self.per_row * rows)
             if nodes:
-                self.budget.drafted([chain(nodes)] * self.batch_size, 1e-5 * self.batch_size)
+                self.budget.drafted([chain(nodes)] * self.batch_size, 1e-5 * self.batch_size, nodes - 1)
                 for _ in range(nodes):
                     self.budget.record_pass(
                         self.draft, self.batch_size, self.batch_size, 100 * self.batch_size
@@ -101,11 +101,44 @@ def test_passes_follow_the_trees() -> None:
         np.full(6, 0.5, np.float32),
     )
     for _ in range(50):
-        budget.drafted([tree], 1e-4)
+        budget.drafted([tree], 1e-4, 1)
     weight = budget._weight
     assert (budget._depth / np.maximum(weight, 1e-9))[1:] == pytest.approx([1, 1, 1, 2, 2, 2])
     assert (budget._inner / np.maximum(weight, 1e-9))[1:] == pytest.approx([0, 0, 0, 1, 1, 2])
     assert budget.state()["correction"] == 1.0
+
+
+def test_passes_that_find_nothing_are_charged() -> None:
+    right, vain = DraftBudget(4), DraftBudget(4)
+    for budget, passes in ((right, 3), (vain, 5)):
+        budget.pass_cost.calibrate(np.array([1, 2, 4]), np.full(3, 1e-3))
+        for _ in range(100):
+            budget.drafted([chain(4)], 1e-4, passes)
+    difference = vain._draft_seconds(np.arange(5), 1, 10) - right._draft_seconds(np.arange(5), 1, 10)
+    assert difference == pytest.approx([0.0, 0.0, 2e-3, 2e-3, 2e-3], rel=0.05)
+
+
+def test_a_pass_must_reach_what_its_time_is_worth() -> None:
+    """A pass of a tenth of what a token takes: its nodes must be right with a tenth of a chance, all together."""
+    budget = settled()
+    budget.plan([1] * 4, 400)
+    each = float(budget._passes(np.array([CEILING]), 4, 400)[1][0])
+    for right in (1.0, 0.5):
+        for _ in range(200):
+            # One pass after the first, in every other or every tree a token deep in it is accepted.
+            ranks = [[0, 1], [0, 1], [0], [0]] if right < 1.0 else [[0, 1]] * 4
+            budget.observe([CEILING] * 4, ranks, [[1.0]] * 4)
+        nodes, many = budget.plan([1] * 4, 400)
+        assert nodes > 1
+        assert many == 4
+        worth = (
+            budget.state()["gain"] * 4 / (1e-2 * 1.04) * each
+        )  # tokens that this step puts out in such a time
+        assert budget.least_reach == pytest.approx(worth / right, rel=0.1)
+    # Of a drawn tree that does not stop nothing is learnt.
+    before = budget._reach
+    budget.observe([CEILING], [[0]], [[np.inf]])
+    assert budget._reach < before
 
 
 def test_a_draft_that_is_a_part_of_the_target() -> None:

@@ -35,11 +35,12 @@ def path_of(builder: TreeBuilder, node: int) -> list[int]:
     return path[::-1]
 
 
-def drafted(*builders: TreeBuilder, draft: Model = DRAFT) -> int:
+def drafted(*builders: TreeBuilder, draft: Model = DRAFT, least_reach: float = 0.0) -> int:
     """Grow by a model; returns the rounds."""
     return grow(
         builders,
         lambda asked: [sparse(draft.after(path_of(builders[index], node))) for index, node in asked],
+        least_reach,
     )
 
 
@@ -208,6 +209,26 @@ def test_no_more_is_asked_for_than_has_a_place(drawn: bool, nodes: int, seed: in
     assert grow([builder], answer) <= 6
     assert sum(asked[1:]) <= ASKED_PER_NODE * nodes  # the root's distribution takes no place
     assert len(builder.kept()) == nodes
+
+
+def test_trees_end_where_a_pass_reaches_too_little() -> None:
+    """All together: what is too little of one is enough of two. A drawn tree is as large as it was to be."""
+    whole = LikeliestTree(6, 6)
+    rounds = drafted(whole)
+    assert len(whole.reached) == rounds - 1 >= 2
+    assert all(above >= below for above, below in itertools.pairwise(whole.reached))
+    least = 1.001 * whole.reached[-1]
+    cut = LikeliestTree(6, 6)
+    assert drafted(cut, least_reach=least) == 1 + sum(reach >= least for reach in whole.reached) < rounds
+    assert cut.reached == whole.reached[: len(cut.reached)]
+    assert len(cut.kept()) == 6
+    twins = LikeliestTree(6, 6), LikeliestTree(6, 6)
+    assert drafted(*twins, least_reach=least) == rounds
+    # Without its first round there is no tree.
+    assert drafted(LikeliestTree(6, 6), least_reach=9.0) == 1
+    free, held = (DrawnTree(6, 6, RandomChance(np.random.default_rng(0))) for _ in range(2))
+    assert drafted(free) == drafted(held, least_reach=9.0) > 1
+    assert free.tokens == held.tokens
 
 
 def test_requests_grow_side_by_side() -> None:

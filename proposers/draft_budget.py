@@ -27,12 +27,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from vllm_ext.proposers.step_cost import Float64, StepCost
+from vllm_ext.proposers.thrift import Thrift
 from vllm_ext.proposers.tree import DraftTree
 
-MARGIN = 0.02  # what drafting must promise above none
-WARM_UP_STEPS = 5  # without drafts, so that there is a unit of time
-INCOME = 0.002  # savings for probes, in steps for each step
-FIRST_SAVINGS, MOST_SAVINGS = 0.5, 4.0
 FADE = 0.98  # of evidence, a step
 TRUST = 8.0  # trees' worth of it that a node is accepted FALL times as often as the one of the rank before
 FALL = 0.85
@@ -42,45 +39,6 @@ HOST_RATE = 0.1
 ANSWER = 128.0  # tokens that a request is believed to put out, before any has ended
 ANSWER_RATE = 0.05
 READING_ROWS = 256  # a pass of so many is half of what is believed of a row's cost where many are read
-
-
-class Thrift:
-    """Takes the best of several ways to go on, or none where that pays more; tries what it has not taken for long.
-
-    What is never tried is never learnt: the least that loses little is, when that has been saved.
-    """
-
-    def __init__(self) -> None:
-        self._step = 0
-        self._savings = FIRST_SAVINGS
-
-    @property
-    def settled(self) -> bool:
-        """Whether there is a unit of time."""
-        return self._step > WARM_UP_STEPS
-
-    def choose(self, rate: Float64, rested: int = 0, now: Float64 | None = None) -> int:
-        """Once a step.
-
-        Args:
-            rate: float64 ``[num_ways]``, expected tokens per second of each; the first is to draft nothing.
-            now: of the next step alone, where it takes time that is for later ones too.
-            rested: steps without drafts since the last call, in which this was not asked.
-        """
-        self._step += 1
-        self._savings = min(self._savings + INCOME * (1 + rested), MOST_SAVINGS)
-        if self._step <= WARM_UP_STEPS:
-            return 0
-        best = int(rate.argmax())
-        if rate[best] >= rate[0] * (1.0 + MARGIN):
-            return best
-        now = rate if now is None else now
-        probe = 1 + int(now[1:].argmax())
-        loss = max(float(now[0] / now[probe]) - 1.0, MARGIN)
-        if loss <= self._savings:
-            self._savings -= loss
-            return probe
-        return 0
 
 
 def record_one(
@@ -125,12 +83,10 @@ class DraftBudget:
         self._depth: Float64 = np.zeros(ceiling + 1)  # their sums: passes for the first so many nodes,
         self._inner: Float64 = np.zeros(ceiling + 1)  # and rows of these passes
         self._vain = 0.0  # passes in which nothing better was found
-        self._reach = self._reach_hits = (
-            0.0  # of passes after the first ones, and tokens accepted that they gave
-        )
-        self.least_reach = (
-            0.0  # of such a pass of the next step: with less it does not pay; see `sampled.grow`
-        )
+        # Of passes after the first ones, and tokens accepted that they gave.
+        self._reach = self._reach_hits = 0.0
+        # Of such a pass of the next step: with less it does not pay; see `sampled.grow`.
+        self.least_reach = 0.0
         self._host = HOST_SECONDS
         self._row: float | None = None  # seconds of one where many are read
         self._answer = ANSWER
@@ -160,10 +116,10 @@ class DraftBudget:
         nodes = np.arange(self.ceiling + 1)
         accepted = np.concatenate([[0.0], np.cumsum(self.acceptance())])
         read = self._row_seconds() * np.cumsum(np.maximum(np.array(unread) - self.first_rows, 0))
-        target, draft, reading = (np.zeros((len(ways), self.ceiling + 1)) for _ in range(3))
+        target, draft, each, reading = (np.zeros((len(ways), self.ceiling + 1)) for _ in range(4))
         for i, many in enumerate(ways):
             target[i] = self._target_seconds(nodes, many, batch_size, context_tokens)
-            draft[i] = self._draft_seconds(nodes, many, context_tokens * many // batch_size)
+            draft[i], each[i] = self._draft_seconds(nodes, many, context_tokens * many // batch_size)
             reading[i, 1:] = read[many - 1]
         tokens = batch_size + np.outer(ways, accepted)
         # Once in an answer, which takes the fewer steps the more is accepted.
@@ -180,9 +136,8 @@ class DraftBudget:
         chosen = way, node + 1
         many = ways[way] if best else 0
         if best:
-            _, each = self._passes(nodes, many, context_tokens * many // batch_size)
             given = (self._reach_hits + TRUST * FIRST) / (self._reach + TRUST)
-            self.least_reach = float(rate.max() * each[node + 1]) / given
+            self.least_reach = float(rate.max() * each[chosen]) / given
         self._state = {
             "step_seconds": float(seconds[chosen]),
             "nodes_per_request": float(chosen[1] * many / batch_size),
@@ -214,28 +169,27 @@ class DraftBudget:
         seconds: Float64 = np.where(nodes > 0, rest, whole)
         return seconds
 
-    def _draft_seconds(self, nodes: np.ndarray, batch_size: int, context_tokens: int) -> Float64:
-        passes, each = self._passes(nodes, batch_size, context_tokens)
+    def _draft_seconds(
+        self, nodes: np.ndarray, batch_size: int, context_tokens: int
+    ) -> tuple[Float64, Float64]:
+        """By nodes of each tree, of all passes and the host together; and of one pass after the first."""
+        depth, inner = self._shape(nodes)
+        # One node is never followed by another.
+        passes = np.where(nodes > 1, np.maximum(depth - 1.0, 0.0) + self._vain, 0.0)
+        rows = np.maximum(np.rint(batch_size * inner / np.maximum(passes, 1.0)), 1).astype(np.int64)
+        each = self.pass_cost.seconds(rows, batch_size, context_tokens)
         first = self.pass_cost.seconds(np.array([self.first_rows * batch_size]), batch_size, context_tokens)
         seconds = float(first[0]) + passes * each + batch_size * self._host
         if self.rest_cost is not None:
-            leaves = np.maximum(np.rint(batch_size * (nodes - self._shape(nodes)[1])), 1).astype(np.int64)
+            leaves = np.maximum(np.rint(batch_size * (nodes - inner)), 1).astype(np.int64)
             seconds += self.pass_cost.seconds(leaves, batch_size, context_tokens)
-        return np.where(nodes > 0, seconds, 0.0)
+        return np.where(nodes > 0, seconds, 0.0), each
 
     def _shape(self, nodes: np.ndarray) -> tuple[Float64, Float64]:
         """Of trees of so many nodes, depth and inner nodes; of unknown sizes a chain's."""
         known = self._weight > 0
         weight = np.where(known, self._weight, 1.0)
         return np.where(known, self._depth / weight, nodes), np.where(known, self._inner / weight, nodes)
-
-    def _passes(self, nodes: np.ndarray, batch_size: int, context_tokens: int) -> tuple[Float64, Float64]:
-        """After the first, by nodes of each tree: how many, and the seconds of one."""
-        depth, inner = self._shape(nodes)
-        # One node is never followed by another.
-        passes = np.where(nodes > 1, np.maximum(depth - 1.0, 0.0) + self._vain, 0.0)
-        rows = np.maximum(np.rint(batch_size * inner / np.maximum(passes, 1.0)), 1).astype(np.int64)
-        return passes, self.pass_cost.seconds(rows, batch_size, context_tokens)
 
     def drafted(self, trees: Sequence[DraftTree], host_seconds: float, passes: int) -> None:
         """Learn what trees look like.

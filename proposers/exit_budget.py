@@ -7,9 +7,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from vllm_ext.proposers.draft_budget import HOST_RATE, HOST_SECONDS, Thrift, record_one
+from vllm_ext.proposers.draft_budget import HOST_RATE, HOST_SECONDS, record_one
 from vllm_ext.proposers.exit_choice import ExitChoice
 from vllm_ext.proposers.step_cost import Float64, StepCost
+from vllm_ext.proposers.thrift import Thrift
 from vllm_ext.proposers.tree import DraftTree
 
 

@@ -69,14 +69,14 @@ OF_LAYERS = Recipe(batch_tokens=512, learning_rate=1e-3)  # of a model that begi
 class Estimate:
     """On answers that were held out, by the target's own words up to each token."""
 
-    sampled_acceptance: (
-        float  # mean over tokens of the sum of min(p, q), tokens outside the target's best left out
-    )
-    greedy_acceptance: float  # share of tokens where both rank the same first
-    on_greedy_answers: (
-        float  # the same of answers that are greedy themselves, which are easier; nan if there are none
-    )
-    chain_of_4: float  # mean tokens of a greedy step with four drafts in a row, the target's own counted
+    # Mean over tokens of the sum of min(p, q), tokens outside the target's best left out.
+    sampled_acceptance: float
+    # Share of tokens where both rank the same first.
+    greedy_acceptance: float
+    # The same of answers that are greedy themselves, which are easier; nan if there are none.
+    on_greedy_answers: float
+    # Mean tokens of a greedy step with four drafts in a row, the target's own counted.
+    chain_of_4: float
 
 
 def make_model(target: Path, shape: Shape, device: str) -> Any:

@@ -244,8 +244,9 @@ class TreeVerifier(RejectionSampler):  # type: ignore[misc]  # vLLM is untyped t
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """What vLLM's sampler makes of some rows, and the token that it draws for each."""
         sampler = self.sampler
+        ids = tokens.to(torch.int32)  # vLLM's kernels compile for no other next to its own tokens
         processed = sampler.apply_sampling_params(
-            logits, row_slots, slots, slots_np, pos, tokens, offset, seq_lens_np
+            logits, row_slots, slots, slots_np, pos, ids, offset, seq_lens_np
         )
         sampled = gumbel_sample(
             processed,

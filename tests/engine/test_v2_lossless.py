@@ -10,9 +10,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 from helpers import assert_same_outputs
 from v2_requests import counters, generate, prompts, sampling, tokens, watch_parents
 from vllm.sampling_params import StructuredOutputsParams
+from vllm.v1.worker.gpu.sample.sampler import Sampler
 
 pytestmark = pytest.mark.v2
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
@@ -100,6 +102,26 @@ def test_bad_words_of_several_tokens(v2_plain: Any, v2_either: Any) -> None:
     expected = tokens(generate(v2_plain, texts, params))
     assert expected != free
     assert_same_outputs(expected, tokens(generate(v2_either, texts, params)))
+
+
+def test_vllms_kernels_get_the_types_they_are_compiled_for(
+    v2_plain: Any, v2_either: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Found: drafts as 64-bit integers, for which bad words' kernel does not compile; the interpreter takes them."""
+    kinds = [sampling(), sampling(temperature=0.7, seed=1), sampling(bad_words=["the"], presence_penalty=0.2)]
+    original = Sampler.apply_sampling_params
+    seen: dict[Any, set[tuple[torch.dtype, ...]]] = {v2_plain: set(), v2_either: set()}
+    for llm, types in seen.items():
+
+        def watching(*args: Any, types: set[tuple[torch.dtype, ...]] = types, **options: Any) -> torch.Tensor:
+            types.add(tuple(arg.dtype for arg in args if isinstance(arg, torch.Tensor)))
+            result: torch.Tensor = original(*args, **options)
+            return result
+
+        monkeypatch.setattr(Sampler, "apply_sampling_params", watching)
+        generate(llm, prompts(3, seed=2), kinds)
+    assert len(seen[v2_plain]) == 1
+    assert seen[v2_either] == seen[v2_plain]
 
 
 def test_the_last_positions_of_the_context(v2_plain: Any, v2_either: Any) -> None:

@@ -114,7 +114,7 @@ def test_passes_that_find_nothing_are_charged() -> None:
         budget.pass_cost.calibrate(np.array([1, 2, 4]), np.full(3, 1e-3))
         for _ in range(100):
             budget.drafted([chain(4)], 1e-4, passes)
-    difference = vain._draft_seconds(np.arange(5), 1, 10) - right._draft_seconds(np.arange(5), 1, 10)
+    difference = vain._draft_seconds(np.arange(5), 1, 10)[0] - right._draft_seconds(np.arange(5), 1, 10)[0]
     assert difference == pytest.approx([0.0, 0.0, 2e-3, 2e-3, 2e-3], rel=0.05)
 
 
@@ -122,7 +122,7 @@ def test_a_pass_must_reach_what_its_time_is_worth() -> None:
     """A pass of a tenth of what a token takes: its nodes must be right with a tenth of a chance, all together."""
     budget = settled()
     budget.plan([1] * 4, 400)
-    each = float(budget._passes(np.array([CEILING]), 4, 400)[1][0])
+    each = float(budget._draft_seconds(np.array([CEILING]), 4, 400)[1][0])
     for right in (1.0, 0.5):
         for _ in range(200):
             # One pass after the first, in every other or every tree a token deep in it is accepted.
@@ -131,9 +131,8 @@ def test_a_pass_must_reach_what_its_time_is_worth() -> None:
         nodes, many = budget.plan([1] * 4, 400)
         assert nodes > 1
         assert many == 4
-        worth = (
-            budget.state()["gain"] * 4 / (1e-2 * 1.04) * each
-        )  # tokens that this step puts out in such a time
+        # Tokens that this step puts out in such a time.
+        worth = budget.state()["gain"] * 4 / (1e-2 * 1.04) * each
         assert budget.least_reach == pytest.approx(worth / right, rel=0.1)
     # Of a drawn tree that does not stop nothing is learnt.
     before = budget._reach
@@ -154,7 +153,7 @@ def test_a_draft_that_is_a_part_of_the_target() -> None:
     assert apart._target_seconds(nodes, 1, 1, 10) == pytest.approx([30e-3] * 5, rel=0.05)
     assert part._target_seconds(nodes, 1, 1, 10) == pytest.approx([30e-3, *[20e-3] * 4], rel=0.05)
     # Leaves take a pass of their own.
-    difference = part._draft_seconds(nodes, 1, 10) - apart._draft_seconds(nodes, 1, 10)
+    difference = part._draft_seconds(nodes, 1, 10)[0] - apart._draft_seconds(nodes, 1, 10)[0]
     assert difference == pytest.approx([0.0, *[10e-3] * 4], rel=0.05)
     # A step that begins behind the exit tells how fast the machine is.
     for _ in range(100):

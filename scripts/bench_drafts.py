@@ -30,8 +30,8 @@ from vllm_ext.bench_engine import EncodedPrompt, Engine
 from vllm_ext.bench_settings import Method, Settings
 from vllm_ext.bench_stats import Answer
 
-# By nodes: the shapes of `static_tree` and, the first three, of `rsd_c`, as many nodes as there may be; the drafts of
-# `spectr`; the widths of `rsd_s`.
+# By nodes: the shapes of `static_tree`, as many nodes as there may be, and of `rsd_c`, the first three and the chain;
+# the drafts of `spectr`; the widths of `rsd_s`.
 SHAPES: dict[int, list[list[int]]] = {
     8: [[2, 1, 1, 1], [3, 1, 1], [4, 1], [1] * 8],
     16: [[4, 1, 1, 1], [3, 2, 1], [2, 2, 1, 1], [8, 1], [1] * 8],
@@ -63,7 +63,7 @@ def trees_of(nodes: int, temperature: float) -> Iterator[tuple[str, dict[str, An
         for shape in SHAPES[nodes]:
             yield "static_tree", {"branching": shape}
         return
-    for shape in SHAPES[nodes][:3]:
+    for shape in (*SHAPES[nodes][:3], SHAPES[nodes][-1]):
         yield "rsd_c", {"branching": shape}
     for drafts in DRAFTS[nodes]:
         yield "spectr", {"drafts": drafts}

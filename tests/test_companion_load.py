@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("vllm")
 
 from vllm.engine.arg_utils import EngineArgs
+from vllm.model_executor.layers.linear import LinearBase
 
 from vllm_ext import companion_load, plugin
 from vllm_ext.proposers.draft_model import DraftModelOptions
@@ -100,3 +102,17 @@ def test_another_tokenizer_or_a_smaller_vocabulary(slice_dir: str, tmp_path: Pat
     # Padding is fine.
     (cut / "config.json").write_text(json.dumps({**config, "vocab_size": 4_224}))
     config_for(slice_dir, {"model": str(cut)})
+
+
+def test_bytes_of_weights_that_are_packed() -> None:
+    """Found: half of what a draft holds, as layers on CPUs keep no weight once it is packed."""
+    model = torch.nn.Sequential(torch.nn.Embedding(10, 6, dtype=torch.bfloat16))
+    for rows in (8, 0, None):
+        layer = LinearBase.__new__(LinearBase)
+        torch.nn.Module.__init__(layer)
+        layer.input_size, layer.output_size = 6, 16
+        layer.output_size_per_partition = 8  # of two ranks
+        if rows is not None:  # else quantised: no weight of that name
+            layer.weight = torch.nn.Parameter(torch.empty(rows, 6, dtype=torch.bfloat16))
+        model.append(layer)
+    assert companion_load.weight_bytes(model) == 2 * (60 + 48 + 48)

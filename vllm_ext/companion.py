@@ -53,7 +53,7 @@ class Companion(DraftPasses):
             self._target_config, self._options, target, PREFIX
         )
         self.own_layers = self.layers
-        own = sum(p.numel() * p.element_size() for p in self.model.parameters())
+        own = companion_load.weight_bytes(self.model)
         shared = 0
         if self._options.model == SELF:
             shared, own = own, 0

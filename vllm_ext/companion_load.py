@@ -53,6 +53,20 @@ def load(vllm_config: Any, options: Chosen, target: Any, prefix: str) -> tuple[A
     return config, model, [name for name in context if name not in before]
 
 
+def weight_bytes(model: Any) -> int:
+    """Bytes of a model's weights, also of those that layers on CPUs have packed for their products and let go of."""
+    from vllm.model_executor.layers.linear import LinearBase
+
+    total: int = sum(parameter.nbytes for parameter in model.parameters())
+    for layer in model.modules():
+        weight = getattr(layer, "weight", None)  # of a quantised target's layers there is none
+        if isinstance(layer, LinearBase) and weight is not None and not weight.numel():
+            inputs = getattr(layer, "input_size_per_partition", layer.input_size)
+            outputs = getattr(layer, "output_size_per_partition", layer.output_size)
+            total += inputs * outputs * weight.element_size()
+    return total
+
+
 def second_model_config(vllm_config: Any, options: Chosen, field: str = SPECULATION) -> Any:
     """vLLM's ModelConfig of it.
 

@@ -55,7 +55,7 @@ class SecondModel:
         self.hidden: HiddenStates | None = None
         if numbers := layers(num_layers):
             self.hidden = HiddenStates(self._model, options.model, num_layers, numbers)
-        weights = 0 if options.model == SELF else sum(p.nbytes for p in self._model.parameters())
+        weights = 0 if options.model == SELF else companion_load.weight_bytes(self._model)
         logger.info(
             "vllm-ext: companion model %s: %d layers, %.1f MB of weights of its own; its KV counts with the target's",
             options.model,

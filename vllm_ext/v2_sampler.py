@@ -74,7 +74,8 @@ class TreeVerifier(RejectionSampler):  # type: ignore[misc]  # vLLM is untyped t
         num_nans = get_num_nans(logits) if sampler.compute_nans else None
         rows, slots = input_batch.logits_indices, input_batch.expanded_idx_mapping
         offset = input_batch.expanded_local_pos
-        tokens, pos = input_batch.input_ids[rows].to(torch.int64), input_batch.positions[rows]
+        ids, pos = input_batch.input_ids[rows], input_batch.positions[rows]
+        tokens = ids.to(torch.int64)
         num_rows = len(tokens)
         root = torch.arange(num_rows, device=tokens.device) - offset
         parents = trees.layout.parents[:num_rows]
@@ -90,7 +91,7 @@ class TreeVerifier(RejectionSampler):  # type: ignore[misc]  # vLLM is untyped t
             logits,
             input_batch,
             None,
-            tokens,
+            ids,  # int32: vLLM's kernels compile for no other next to its own tokens
             pos,
             get_max_chunk_logits(logits.shape[1]),
             sampler.sampling_states.max_num_logprobs(input_batch.idx_mapping_np),
@@ -209,7 +210,7 @@ class TreeVerifier(RejectionSampler):  # type: ignore[misc]  # vLLM is untyped t
     ) -> tuple[torch.Tensor | None, torch.Tensor]:
         """See `_sample`, for the requests whose rows do not depend on their path; UNKNOWN for the others'."""
         processed = torch.empty_like(logits, dtype=torch.float32) if self._reads_processed else None
-        sampled = torch.full_like(tokens, UNKNOWN)
+        sampled = torch.full_like(tokens, UNKNOWN, dtype=torch.int64)
         others = np.setdiff1d(np.arange(len(slots_np)), dependent)
         if len(others):
             start = self._row_start[requests.start : requests.stop + 1]
@@ -244,9 +245,8 @@ class TreeVerifier(RejectionSampler):  # type: ignore[misc]  # vLLM is untyped t
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """What vLLM's sampler makes of some rows, and the token that it draws for each."""
         sampler = self.sampler
-        ids = tokens.to(torch.int32)  # vLLM's kernels compile for no other next to its own tokens
         processed = sampler.apply_sampling_params(
-            logits, row_slots, slots, slots_np, pos, ids, offset, seq_lens_np
+            logits, row_slots, slots, slots_np, pos, tokens, offset, seq_lens_np
         )
         sampled = gumbel_sample(
             processed,

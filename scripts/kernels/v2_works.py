@@ -55,15 +55,15 @@ def _trees(device: str, requests: int, nodes: int, width: int, vocab: int, timed
         emitted = torch.zeros(requests, 1 + nodes, dtype=torch.int64, device=device)
         path, count = emitted.to(torch.int32), start[1:].clone()
         accepted = torch.zeros(rows, dtype=torch.int32, device=device)
-        given_and_drawn: list[torch.Tensor] = []  # once trees have grown, so that they are not timed
+
+        @functools.cache  # once trees have grown, so that it is not timed
+        def given_and_drawn() -> tuple[torch.Tensor, torch.Tensor]:
+            # Every other row samples what its first child is: paths are walked.
+            given = torch.cat([roots[slots][:, None], tokens], 1).flatten()
+            return given, torch.where(torch.arange(rows, device=device) % 2 == 0, given.roll(-1), sampled)
 
         def walk_it() -> None:
-            if not given_and_drawn:
-                # Every other row samples what its first child is: paths are walked.
-                given = torch.cat([roots[slots][:, None], tokens], 1).flatten()
-                drawn = torch.where(torch.arange(rows, device=device) % 2 == 0, given.roll(-1), sampled)
-                given_and_drawn.extend((given, drawn))
-            given, drawn = given_and_drawn
+            given, drawn = given_and_drawn()
             walk(start, given, layout.parents, drawn, emitted, count, path, accepted, backend)
 
         calls: list[Callable[[], None]] = [

@@ -215,7 +215,7 @@ def record(
     share = torch.softmax(top_logits, 1)
     table.successors[row] = top_ids
     table.classes[row] = 1 + torch.bucketize(share, shares).to(torch.int32)
-    table.newest[token] = EMPTY
+    table.newest.index_fill_(0, token, EMPTY)  # not by []: that copies the number from the host, and waits
 
 
 def seed(table: RecycledTable, text: torch.Tensor) -> None:
@@ -234,8 +234,8 @@ def seed(table: RecycledTable, text: torch.Tensor) -> None:
     first = there & (table.newest[token] == place) & (table.successors[token, 0] == EMPTY)
     row = torch.where(first, token, vocab)
     table.successors[row, 0] = successors
-    table.classes[row, 0] = 0
-    table.newest[token] = EMPTY
+    table.classes[:, 0].index_fill_(0, row, 0)
+    table.newest.index_fill_(0, token, EMPTY)
 
 
 def _form(backend: Backend, tensor: torch.Tensor) -> Backend:

@@ -57,8 +57,8 @@ class TreeState(ABC):
         self.slot_mappings = slot_mappings
         if self.speculator.chain_reason is not None:
             return metadata
-        capture = for_capture and cudagraph_mode == CUDAGraphMode.FULL
-        num_trees, num_rows = self._capture_trees(input_batch) if capture else _trees(input_batch)
+        # By `for_capture` alone: while vLLM captures a FULL graph it passes mode NONE.
+        num_trees, num_rows = self._capture_trees(input_batch) if for_capture else _trees(input_batch)
         if not num_trees:
             return metadata
         others, other_rows = None, None

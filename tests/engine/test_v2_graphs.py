@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 from v2_requests import generate, prompts, sampling
-from vllm.config.compilation import CUDAGraphMode
 
 from vllm_ext import v1_attention
 from vllm_ext.v2_model_state import TreeState
@@ -23,29 +22,30 @@ def addresses(metadata: dict[str, Any]) -> dict[str, int]:
 
 
 def test_a_graph_reads_what_a_step_writes(v2_trees: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from vllm.v1.worker.gpu.input_batch import InputBatch
+    from vllm.v1.worker.gpu.cudagraph_utils import prepare_inputs_to_capture
 
     runner = v2_trees.llm_engine.model_executor.driver_worker.worker.model_runner
-    made = InputBatch.make_dummy(2, 14, runner.input_buffers)
-    tables, slots = runner.prepare_dummy_attn(made)
 
-    def prepare(batch: Any) -> Any:
-        return runner.model_state.prepare_attn(
-            batch,
-            CUDAGraphMode.FULL,
-            tables,
-            slots,
+    def prepare(requests: int, tokens: int, full: bool = True) -> Any:
+        # vLLM's own, by which it captures: found was a graph of chains, as it passes another mode than expected.
+        state = prepare_inputs_to_capture(
+            requests,
+            tokens,
+            runner.model_state,
+            runner.input_buffers,
+            runner.block_tables,
             runner.attn_groups,
             runner.kv_cache_config,
-            for_capture=True,
+            full_cudagraph=full,
         )
+        return state.attn_metadata
 
-    captured = addresses(prepare(made))
+    captured = addresses(prepare(2, 14))
     rows = runner.speculator.layout
     assert rows.num_rows[:3].tolist() == [7, 7, 0]
-    # Not of steps without drafts, nor of mixed ones.
-    for requests, tokens in ((2, 2), (2, 9)):
-        other = prepare(InputBatch.make_dummy(requests, tokens, runner.input_buffers))
+    # Not of steps without drafts, nor of mixed ones, nor of graphs that attention is no part of.
+    for requests, tokens, full in ((2, 2, True), (2, 9, True), (2, 14, False)):
+        other = prepare(requests, tokens, full)
         assert not hasattr(next(iter(other.values())), v1_attention.TREES)
 
     seen: list[tuple[dict[str, int], int, list[int]]] = []

@@ -7,10 +7,12 @@ INSTALLED := .venv/.installed
 # vLLM's V2 runner on a CPU: Triton finds a backend in the folder, and interprets what vLLM and we have written for it.
 V2 := PYTHONPATH=tests/v2_on_cpu TRITON_INTERPRET=1 VLLM_ENABLE_V1_MULTIPROCESSING=0
 
+GPU_DRY ?= /tmp/vllm-ext-gpu-dry-run
+
 export HF_HUB_OFFLINE := 1
 export VLLM_CPU_KVCACHE_SPACE ?= 1
 
-.PHONY: demo test test-all test-v2 kernels lint bench venv clean
+.PHONY: demo test test-all test-v2 kernels gpu-dry-run lint bench venv clean
 
 demo: $(INSTALLED)  ## plain vLLM beside Token Recycling: real server, real model, real prompts
 	$(BIN)/vllm-ext demo
@@ -23,6 +25,13 @@ test-all: $(INSTALLED)  ## with what tests the same by another method, and all o
 
 test-v2: $(INSTALLED)  ## vLLM's V2 model runner, in Triton's interpreter: a few minutes
 	$(V2) $(BIN)/python -m pytest -m v2
+
+gpu-dry-run: $(INSTALLED)  ## the suite of scripts/gpu on this CPU, in Triton's interpreter: five minutes
+	rm -rf $(GPU_DRY) && mkdir -p $(GPU_DRY)
+	$(BIN)/python scripts/gpu/traces.py --out $(GPU_DRY)/traces.npz
+	$(V2) $(BIN)/python scripts/gpu/suite.py --dry --traces $(GPU_DRY)/traces.npz --out $(GPU_DRY)/results.jsonl --work $(GPU_DRY) \
+		--seconds 900 --batches 1,2 --rounds 1
+	$(BIN)/python scripts/gpu/page.py $(GPU_DRY)/results.jsonl
 
 kernels: $(INSTALLED)  ## every kernel beside its reference: error, time, share of what this machine can do
 	$(BIN)/python scripts/kernels

@@ -36,24 +36,33 @@ class Caches:
         )
 
 
-def move_paths(caches: Caches, source: torch.Tensor, target: torch.Tensor, backend: Backend = "auto") -> None:
-    """For each request, in the order of its columns, copy one token to another slot.
+def move_paths(
+    caches: Caches,
+    path: torch.Tensor,
+    first_row: torch.Tensor,
+    slots: torch.Tensor,
+    backend: Backend = "auto",
+) -> None:
+    """Copy each path's tokens to where a chain's would be.
 
     The contract::
 
-        for request, column in ndindex(source.shape):
+        for request, column in ndindex(path.shape):
             for cache in caches:
-                cache[slot(target[request, column])] = cache[slot(source[request, column])]
+                row = first_row[request]
+                cache[slot(row + column)] = cache[slot(row + path[request, column])]
 
     Args:
         caches: of all layers.
-        source: int64 ``[requests, columns]``: a block times the block size, plus the token's place in it.
-        target: as ``source``. No slot of one request is another's; a slot may be a target and later no source.
+        path: int32 ``[requests, columns]`` rows of each path as offsets, ascending; behind the last their own place.
+        first_row: int32 ``[requests]`` where in the query the root is.
+        slots: int64 ``[query rows]`` of each row a block times the block size, plus the token's place in it. No slot of
+            one request is another's.
         backend: "auto" is triton on CUDA, else torch.
     """
-    chosen = choose(backend, source)
+    chosen = choose(backend, path)
     if chosen == "triton":
         from vllm_ext.kernels.path_move_triton import move_paths_triton as form
     else:
         from vllm_ext.kernels.path_move_ref import move_paths_ref as form
-    form(caches, source, target)
+    form(caches, path, first_row, slots)

@@ -8,10 +8,13 @@ import torch
 from vllm_ext.kernels.path_move import Caches
 
 
-def move_paths_ref(caches: Caches, source: torch.Tensor, target: torch.Tensor) -> None:
+def move_paths_ref(caches: Caches, path: torch.Tensor, first_row: torch.Tensor, slots: torch.Tensor) -> None:
     """See `vllm_ext.kernels.path_move.move_paths`."""
     for cache in caches.caches:
         block_size = cache.shape[2]
-        for sources, targets in zip(source.tolist(), target.tolist(), strict=True):
-            for old, new in zip(sources, targets, strict=True):
-                cache[new // block_size, :, new % block_size] = cache[old // block_size, :, old % block_size]
+        for row, rows in zip(first_row.tolist(), path.tolist(), strict=False):
+            for column, offset in enumerate(rows):
+                if column != offset:
+                    old, new = int(slots[row + offset]), int(slots[row + column])
+                    kept = cache[old // block_size, :, old % block_size]
+                    cache[new // block_size, :, new % block_size] = kept

@@ -16,15 +16,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+DEFAULT_NODES = 15  # of a tree, where nobody has said how many: see `levels_of`
 MARGIN = 0.02  # that speculation must promise
 HOPELESS = 0.85  # of the rate without drafts
-TRIAL_STEPS = 4  # of one level; the first is not counted: the step before it was another's
+TRIAL_STEPS = 4  # of one level, at least; the first is not counted: the step before it was another's
+ENOUGH = 64  # steps of a request, after which what a level puts out is known
 PROBE_STEPS = 256  # between two trials of levels that are not the best
-KEEP = 0.9  # of a mean, each step
+RECENT_STEPS, RECENT_REQUEST_STEPS = 40, 400  # how many of the last ones a mean is of
 
 
 def levels_of(nodes: int) -> list[int]:
-    """The sizes of a tree of so many nodes: none, a quarter, half and all of it."""
+    """The sizes of a tree of so many nodes: none, a quarter, half and all of it.
+
+    With their root 7, 15, 31 ... nodes have a power of two of rows, and so have the other sizes, down to four: a step's
+    rows then fill the tiles of attention, and each batch has its captured graph.
+    """
+    rows = nodes + 1
+    if rows >= 4 and rows & (rows - 1) == 0:
+        return [0, *sorted((rows >> halves) - 1 for halves in range(rows.bit_length() - 2))]
     return sorted({0, -(-nodes // 4), -(-nodes // 2), nodes})
 
 
@@ -34,11 +43,10 @@ def by_batch_size(nodes: int, most_requests: int) -> list[tuple[int, int, int]]:
     The engine captures graphs of the sizes in it; which one a step has is decided by `LevelBudget`.
     """
     levels = levels_of(nodes)[::-1]
-    bounds = [8, 32, 128, most_requests]
     schedule, start = [], 1
     for place, level in enumerate(levels):
         left = len(levels) - 1 - place  # levels that still need a batch size
-        end = most_requests if not left else min(bounds[place], most_requests - left)
+        end = most_requests if not left else min(8 << 2 * place, most_requests - left)
         if end >= start:
             schedule.append((start, end, level))
             start = end + 1
@@ -46,19 +54,23 @@ def by_batch_size(nodes: int, most_requests: int) -> list[tuple[int, int, int]]:
 
 
 class _Mean:
-    """A fading mean, and how many values it has seen."""
+    """A mean that fades, and the weight of what it has seen.
 
-    __slots__ = ("count", "value")
+    Args:
+        recent: weight of the last values that it is of, about.
+    """
 
-    def __init__(self) -> None:
-        self.count = 0
+    __slots__ = ("recent", "value", "weight")
+
+    def __init__(self, recent: float) -> None:
+        self.recent = recent
+        self.weight = 0.0
         self.value = 0.0
 
-    def add(self, value: float) -> None:
-        self.count += 1
+    def add(self, value: float, weight: float = 1.0) -> None:
+        self.weight += weight
         # A true mean first, then a fading one.
-        weight = max(1.0 / self.count, 1.0 - KEEP)
-        self.value += weight * (value - self.value)
+        self.value += weight / min(self.weight, max(self.recent, weight)) * (value - self.value)
 
 
 class LevelBudget:
@@ -66,30 +78,33 @@ class LevelBudget:
 
     Args:
         levels: ascending, the first 0.
+        most_rows: no step with drafts has more rows than this: a larger one has no captured graph; 0: any may.
     """
 
-    def __init__(self, levels: Sequence[int]) -> None:
+    def __init__(self, levels: Sequence[int], most_rows: int = 0) -> None:
         if not levels or levels[0] != 0 or sorted(set(levels)) != list(levels):
             raise ValueError(f"levels={list(levels)} must be ascending and begin with 0")
         self.levels = list(levels)
+        self._most_rows = most_rows
         self._seconds: dict[tuple[int, int], _Mean] = {}  # by class of batch size and level
-        self._tokens = {level: _Mean() for level in levels}  # of one request, a step
-        self._trial: tuple[int, int] | None = None  # the level on trial, and its steps left
+        self._tokens = {level: _Mean(RECENT_REQUEST_STEPS) for level in levels}  # of one request, a step
+        self._trial: tuple[int, int, int] | None = None  # the class and level on trial, and its steps so far
         self._since_probe = 0
-        self._last: tuple[int, int] | None = None  # class and level of the step observed last
+        self._last: int | None = None  # level of the step observed last, if nothing came between
 
     def choose(self, batch_size: int) -> int:
         """The level of a step with so many requests."""
-        if self._trial is not None:
-            level, left = self._trial
-            self._trial = (level, left - 1) if left > 1 else None
-            return level
         group = batch_size.bit_length()
+        levels = [level for level in self.levels if self.fits(level, batch_size)]
+        if self._trial is not None:
+            (trial_group, level, steps), self._trial = self._trial, None
+            if trial_group == group and level in levels and self._goes_on(group, level, steps, batch_size):
+                return self._try(group, level, steps + 1)
         best, rate = 0, 0.0
-        for level in self.levels:
+        for level in levels:
             mine = self.rate(group, level)
             if mine is None:
-                return self._try(level)
+                return self._try(group, level)
             if not level:
                 plain = rate = mine
             elif mine < HOPELESS * plain:
@@ -99,15 +114,20 @@ class LevelBudget:
         self._since_probe += 1
         if self._since_probe >= PROBE_STEPS:
             self._since_probe = 0
-            others = [level for level in self.levels if level != best and (group, level) in self._seconds]
+            others = [level for level in levels if level != best and (group, level) in self._seconds]
             if others:
-                return self._try(min(others, key=lambda level: self._seconds[group, level].count))
+                least = min(others, key=lambda level: self._seconds[group, level].weight)
+                return self._try(group, least)
         return best
+
+    def fits(self, level: int, batch_size: int) -> bool:
+        """Whether a step of so many requests with this level has a captured graph, as far as its rows go."""
+        return not level or not self._most_rows or batch_size * (1 + level) <= self._most_rows
 
     def rate(self, group: int, level: int) -> float | None:
         """Tokens a second of one request; None as long as that is not known."""
         seconds, tokens = self._seconds.get((group, level)), self._tokens[level]
-        if seconds is None or not seconds.count or not tokens.count:
+        if seconds is None or not seconds.weight or not tokens.weight:
             return None
         return tokens.value / max(seconds.value, 1e-9)
 
@@ -123,16 +143,25 @@ class LevelBudget:
         if level not in self._tokens:
             self._last = None
             return
-        now = batch_size.bit_length(), level
-        self._tokens[level].add(num_tokens / batch_size)
-        if now == self._last:
-            self._seconds.setdefault(now, _Mean()).add(seconds)
-        self._last = now
+        self._tokens[level].add(num_tokens / batch_size, batch_size)
+        if self._last == level:
+            key = batch_size.bit_length(), level
+            self._seconds.setdefault(key, _Mean(RECENT_STEPS)).add(seconds)
+        self._last = level
 
     def interrupt(self) -> None:
         """A step that says nothing of decoding: with prompts in it, or after a pause."""
         self._last = None
 
-    def _try(self, level: int) -> int:
-        self._trial = level, TRIAL_STEPS - 1
+    def _goes_on(self, group: int, level: int, steps: int, batch_size: int) -> bool:
+        """Whether a trial needs another step: it is short where the level is known, or hopeless."""
+        if steps < TRIAL_STEPS:
+            return True
+        if self._tokens[level].weight >= ENOUGH or steps * batch_size >= ENOUGH:
+            return self.rate(group, level) is None and steps < 4 * TRIAL_STEPS
+        plain, mine = self.rate(group, 0), self.rate(group, level)
+        return plain is None or mine is None or mine >= HOPELESS * plain
+
+    def _try(self, group: int, level: int, steps: int = 1) -> int:
+        self._trial = group, level, steps
         return level

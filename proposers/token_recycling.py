@@ -67,6 +67,22 @@ GUESSED = 0.05  # of an entry that only fills a root's row
 GUESS_CLASS = 2 * (len(SHARES) + 1) + 1
 
 
+def prior_chances(longest: int) -> Float64:
+    """Acceptance before anything was counted, ``[longest, classes]``; a node's group is its place in this.
+
+    Args:
+        longest: tokens of the longest context looked up.
+    """
+    share = np.sqrt(np.array([0.001, *SHARES]) * np.array([*SHARES, 1.0]))  # a class's middle
+    of_row = np.array([SEEDED, *(share * ROW_TRUST), *(share * PAIR_TRUST), GUESSED, 0.0, 0.0])
+    levels = [of_row]
+    for length in range(2, longest + 1):
+        trust = TEXT_TRUST[min(length - 2, len(TEXT_TRUST) - 1)]
+        levels.append(1 - (1 - of_row) * (1 - trust))  # as if independent
+        levels[-1][[0, -2, -1]] = trust, trust * ABSENT_TRUST, trust * ABSENT_TRUST
+    return np.stack(levels)
+
+
 class TokenRecyclingOptions(MethodOptions):
     """Options of ``token_recycling``."""
 
@@ -132,7 +148,7 @@ class TokenRecycling(Proposer):
         self._template = np.empty((0, matrix_width), np.int32)
         if tree == "static":
             self._template = token_recycling_template.positions(matrix_width)
-        self.calibration = Calibration(self._prior())
+        self.calibration = Calibration(prior_chances(context_tokens))
         self._requests: dict[str, _Request] = {}
 
     @classmethod
@@ -145,16 +161,6 @@ class TokenRecycling(Proposer):
         """``5 * vocab_size * width``; for longer contexts ``2**16 * (5 * width + 8) + 2**18 * 12`` and
         ``4 * vocab_size`` more."""
         return sum(part.nbytes for part in (*self.tables, self.first_successors, self.calibration))
-
-    def _prior(self) -> Float64:
-        """``[context_tokens, classes]``; a node's group is its place in this."""
-        share = np.sqrt(np.array([0.001, *SHARES]) * np.array([*SHARES, 1.0]))  # a class's middle
-        of_row = np.array([SEEDED, *(share * ROW_TRUST), *(share * PAIR_TRUST), GUESSED, 0.0, 0.0])
-        levels = [of_row]
-        for trust in TEXT_TRUST[: self._longest - 1]:
-            levels.append(1 - (1 - of_row) * (1 - trust))  # as if independent
-            levels[-1][[0, -2, -1]] = trust, trust * ABSENT_TRUST, trust * ABSENT_TRUST
-        return np.stack(levels)
 
     def start(self, request: Request) -> None:
         """Record the prompt's text, and seed the token rows the target has not filled yet."""

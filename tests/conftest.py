@@ -143,7 +143,7 @@ V2_OPTIONS: dict[str, Any] = {
 }
 V2_METHOD = {"method": "token_recycling", "num_speculative_tokens": 6, "budget": "fixed"}
 # Two drafters on the host, one of which wants logits.
-V2_HOST_METHOD = {**V2_METHOD, "method": "hybrid"}
+V2_HOST_METHOD = {**V2_METHOD, "method": "hybrid", "drafters": ["token_recycling", "aded"]}
 
 
 _v2_engines: list[Any] = []

@@ -14,6 +14,7 @@ import vllm.config.vllm as vllm_config_module
 from vllm.engine.arg_utils import EngineArgs
 
 from vllm_ext import compat, doctor, plugin, runners
+from vllm_ext.config import parse
 from vllm_ext.proposers.registry import METHODS, load_method
 
 METHOD = {"method": "token_recycling", "num_speculative_tokens": 12}
@@ -62,7 +63,8 @@ def test_methods_that_draft_on_the_host_run_on_v2_and_say_that_they_wait(
     logging.getLogger("vllm").propagate = True
     folder = {"state_dir": str(tmp_path)} if state else {}
     with caplog.at_level(logging.INFO, "vllm.vllm_ext"):
-        config = made(model_dir, {"method": "hybrid", "num_speculative_tokens": 12, **folder})
+        method = {"method": "hybrid" if state else "suffix_tree", "num_speculative_tokens": 12, **folder}
+        config = made(model_dir, method)
     assert config.use_v2_model_runner
     assert config.speculative_config.method == plugin.DEVICE_METHOD
     assert config.parallel_config.worker_cls == plugin.V2_WORKER_CLASS
@@ -71,7 +73,28 @@ def test_methods_that_draft_on_the_host_run_on_v2_and_say_that_they_wait(
     caplog.clear()
     with caplog.at_level(logging.INFO, "vllm.vllm_ext"):
         made(model_dir)
-    assert runners.WAITS not in caplog.text  # token_recycling does not
+        made(model_dir, {"method": "hybrid"})
+    assert runners.WAITS not in caplog.text  # these draft on the device
+
+
+def test_hybrid_drafts_on_the_device_unless_it_is_asked_for_more() -> None:
+    def on_device(**options: Any) -> bool:
+        return runners.is_on_device(parse({"method": "hybrid", **options}))
+
+    assert on_device()
+    assert on_device(drafters=["suffix_tree", "token_recycling"])
+    assert not on_device(drafters=["suffix_tree", "aded"])
+    assert not on_device(drafters=["suffix_tree", {"method": "token_recycling", "context_tokens": 2}])
+    assert not on_device(state_dir="/tmp")
+
+
+@pytest.mark.parametrize(("given", "nodes"), [({}, 15), ({"num_speculative_tokens": 16}, 16)])
+def test_trees_fill_tiles_where_nobody_says_how_large_they_are(
+    model_dir: str, with_triton: None, given: dict[str, int], nodes: int
+) -> None:
+    config = made(model_dir, {"method": "token_recycling", **given})
+    assert config.speculative_config.num_speculative_tokens == nodes
+    assert config.additional_config["vllm_ext"]["speculation"]["num_speculative_tokens"] == nodes
 
 
 def test_each_method_drafts_somewhere() -> None:

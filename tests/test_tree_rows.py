@@ -10,7 +10,8 @@ import torch
 pytest.importorskip("vllm")
 
 from vllm_ext import tree_rows
-from vllm_ext.kernels.device_trees import EMPTY, RecycledTable, SlotTrees, grow
+from vllm_ext.kernels.device_trees import EMPTY, SlotTrees
+from vllm_ext.kernels.recycling import RecyclingTables, grow
 from vllm_ext.proposers.tree import DraftTree
 
 VOCAB, WIDTH, NODES, SLOTS = 40, 3, 70, 5  # rows of more than two words of bits
@@ -19,21 +20,22 @@ VOCAB, WIDTH, NODES, SLOTS = 40, 3, 70, 5  # rows of more than two words of bits
 def grown(slots: list[int], seed: int) -> tuple[SlotTrees, torch.Tensor]:
     """Trees, and their tokens, as the reference grows them from a table without order."""
     draw = torch.Generator().manual_seed(seed)
-    table = RecycledTable.empty(VOCAB, WIDTH, torch.device("cpu"))
-    ids = torch.stack([torch.randperm(VOCAB, generator=draw)[:WIDTH] for _ in range(VOCAB)])
-    table.successors[:VOCAB] = ids.to(torch.int32)
-    table.classes[:VOCAB] = torch.randint(0, 3, (VOCAB, WIDTH), generator=draw, dtype=torch.int32)
+    table = RecyclingTables.empty(VOCAB, WIDTH, 0, 0, torch.device("cpu"))
+    table.successors[:] = torch.stack([torch.randperm(VOCAB, generator=draw)[:WIDTH] for _ in range(VOCAB)])
+    table.classes[:] = torch.randint(0, 3, (VOCAB, WIDTH), generator=draw, dtype=torch.int32)
     table.successors[7:11] = EMPTY  # so that trees end
     trees = SlotTrees.of_size(SLOTS, NODES, torch.device("cpu"))
     tokens = torch.zeros((len(slots), NODES), dtype=torch.int64)
     grow(
         table,
-        torch.tensor([[0.2, 0.1], [0.6, 0.5], [0.9, 0.3]]),
-        torch.arange(SLOTS) * 3,
+        torch.tensor([[[0.2, 0.1], [0.6, 0.5], [0.9, 0.3]]]),
+        (torch.arange(SLOTS, dtype=torch.int32) * 3)[:, None],
+        torch.ones(SLOTS, dtype=torch.int32),
         torch.tensor(slots),
         torch.tensor([0, 1, 0, 0, 1], dtype=torch.int32),
         torch.tensor([70, 70, 3, 0, 9], dtype=torch.int32),
         None,
+        1,
         trees,
         tokens,
         "torch",

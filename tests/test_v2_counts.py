@@ -11,7 +11,7 @@ import torch
 
 pytest.importorskip("vllm")
 
-from vllm_ext import metrics
+from vllm_ext import metrics, v2_counts
 from vllm_ext.v2_counts import ON_DEVICE, Counts
 
 
@@ -20,9 +20,9 @@ def test_counts_arrive_a_step_later_and_once(tmp_path: Path, monkeypatch: pytest
     config = SimpleNamespace(parallel_config=SimpleNamespace(rank=0, data_parallel_index=0))
     counts = Counts(config, torch.device("cpu"))
     server = metrics.CounterFile(tmp_path / "counters" / "file", create=False)
-    drafted = torch.tensor([False, True, True, False, True])
+    monkeypatch.setattr(v2_counts, "COPY_SECONDS", 0.0)
     counts.begin_step()
-    counts.add(drafted, torch.tensor([3, 1, 0], dtype=torch.int32))
+    counts.on_device += torch.tensor([3, 2, 4, 2])
     counts.begin_step()
     assert not server.take()  # copied, not yet taken
     counts.begin_step()
@@ -32,13 +32,20 @@ def test_counts_arrive_a_step_later_and_once(tmp_path: Path, monkeypatch: pytest
         "spec_emitted_tokens": 4,
         "spec_steps": 2,
     }
-    counts.add(None, torch.tensor([1, 1], dtype=torch.int32))
+    monkeypatch.setattr(v2_counts, "COPY_SECONDS", 60.0)
+    counts.on_device += torch.tensor([0, 0, 1, 1])
+    counts.begin_step()
+    counts.begin_step()
+    assert not server.take()  # not so soon
+    counts.begin_step(idle=True)
+    assert server.take() == {"spec_emitted_tokens": 1, "spec_steps": 1}
+    counts.on_device += torch.tensor([0, 0, 1, 1])
     counts.count("fallbacks:model_chain", 2)
     totals = counts.totals()
     assert [totals[name] for name in ON_DEVICE] == [3, 2, 6, 4]
-    assert server.take() == {"spec_emitted_tokens": 2, "spec_steps": 2, "fallbacks:model_chain": 2}
+    assert server.take() == {"spec_emitted_tokens": 1, "spec_steps": 1, "fallbacks:model_chain": 2}
     counts.reset()
-    counts.add(drafted, torch.tensor([2], dtype=torch.int32))
+    counts.on_device += torch.tensor([3, 1, 2, 1])
     totals = counts.totals()
     assert [totals[name] for name in ON_DEVICE] == [3, 1, 2, 1]
 
@@ -47,6 +54,6 @@ def test_other_ranks_count_nothing(tmp_path: Path) -> None:
     config = SimpleNamespace(parallel_config=SimpleNamespace(rank=1, data_parallel_index=0))
     counts = Counts(config, torch.device("cpu"))
     counts.begin_step()
-    counts.add(None, torch.ones(1, dtype=torch.int32))
+    counts.on_device += 1
     counts.count("fallbacks:model_chain")
     assert counts.totals() == {}

@@ -15,6 +15,8 @@ pytest.importorskip("vllm")
 
 from vllm_ext import config, metrics, tree_rows, v2_host_speculator, v2_speculator
 from vllm_ext.host_drafts import Verified
+from vllm_ext.kernels.device_trees import RowLayout
+from vllm_ext.kernels.recycling import WalkedRows
 from vllm_ext.kernels.top_k import top_k_ids
 from vllm_ext.proposers.base import Proposer, Request
 from vllm_ext.proposers.tree import DraftTree
@@ -89,13 +91,42 @@ def watch(
     return told
 
 
-def batch(names: list[str], slots: list[int], row_start: list[int]) -> Any:
+def batch(names: list[str], slots: list[int], row_start: list[int], prefill_len: int = 0) -> Any:
     return SimpleNamespace(
         req_ids=names,
         num_reqs=len(names),
         idx_mapping=torch.tensor(slots, dtype=torch.int32),
         cu_num_logits_np=np.array(row_start),
+        num_computed_tokens_np=np.full(len(names), 10),
+        num_scheduled_tokens=np.diff(row_start),
+        prefill_len_np=np.full(len(names), prefill_len),
     )
+
+
+def step_rows(
+    logits: torch.Tensor,
+    tokens: list[int],
+    emitted: list[list[int]],
+    num_emitted: list[int],
+    accepted: list[int] | None = None,
+    parents: list[int] | None = None,
+) -> StepRows:
+    """As the device leaves them; without parents of a step that had no drafts."""
+    layout = None
+    if parents is not None:
+        layout = RowLayout.of_size(SLOTS, SLOTS * (1 + NODES), torch.device("cpu"))
+        layout.parents[: len(parents)] = torch.tensor(parents)
+    nothing = torch.empty(0)
+    verified = WalkedRows(
+        nothing,
+        nothing,
+        torch.tensor(tokens, dtype=torch.int32),
+        nothing,
+        torch.tensor(accepted or [1] * len(tokens), dtype=torch.int32),
+        torch.tensor(emitted),
+        torch.tensor(num_emitted, dtype=torch.int32),
+    )
+    return StepRows(logits, verified, layout)
 
 
 def test_what_a_step_says_arrives_whole(speculator: HostSpeculator, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,19 +136,8 @@ def test_what_a_step_says_arrives_whole(speculator: HostSpeculator, monkeypatch:
     )
     told = watch(speculator, monkeypatch, [DraftTree.empty(), tree])
     logits = torch.randn((5, VOCAB), generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
-    speculator.observe(
-        StepRows(
-            logits,
-            torch.tensor([2, 2, 2, 0, 0]),
-            torch.tensor([4, 5, 6, 7, 8]),
-            torch.tensor([1, 0, 1, 1, 0], dtype=torch.int32),
-            torch.tensor([[6, 11, 0, 0, 0], [12, 0, 0, 0, 0]]),
-            torch.tensor([2, 1], dtype=torch.int32),
-            torch.tensor([False, True, True, False, True]),
-            torch.tensor([0, 0, 0, 3, 3]),
-            torch.tensor([-1, 0, 0, -1, 0], dtype=torch.int32),
-        )
-    )
+    sampled = [[6, 11, 0, 0, 0], [12, 0, 0, 0, 0]]
+    speculator.learn(step_rows(logits, [4, 5, 6, 7, 8], sampled, [2, 1], [1, 0, 1, 1, 0], [-1, 0, 0, -1, 0]))
     drafts = speculator.propose(batch(["a", "b"], [2, 0], [0, 3, 5]), num_speculative_tokens=3)
     ((names, verified, level),) = told
     assert (names, level) == (["a", "b"], 3)
@@ -143,16 +163,7 @@ def test_of_a_step_without_drafts_each_row_is_a_root(
 ) -> None:
     told = watch(speculator, monkeypatch, [])
     before = [part.clone() for part in speculator.trees]
-    speculator.observe(
-        StepRows(
-            torch.zeros((2, VOCAB)),
-            torch.tensor([1, 0]),
-            torch.tensor([4, 5]),
-            torch.ones(2, dtype=torch.int32),
-            torch.tensor([[6], [7]]),
-            torch.tensor([1, 0], dtype=torch.int32),
-        )
-    )
+    speculator.learn(step_rows(torch.zeros((2, VOCAB)), [4, 5], [[6], [7]], [1, 0]))
     made = batch(["a", "b"], [1, 0], [0, 1, 2])
     assert speculator.propose(made, dummy_run=True).shape == (2, NODES)
     assert not told
@@ -176,19 +187,57 @@ def test_ranks_verify_the_trees_of_the_first(
     first = torch.from_numpy(tree_rows.pack([tree], np.array([21], np.int32), NODES))
     group = SimpleNamespace(broadcast=lambda tensor: tensor.copy_(first))
     monkeypatch.setattr(v2_host_speculator, "get_tp_group", lambda: group)
-    speculator.observe(
-        StepRows(
-            torch.zeros((1, VOCAB)),
-            torch.tensor([1]),
-            torch.tensor([4]),
-            torch.ones(1, dtype=torch.int32),
-            torch.tensor([[6]]),
-            torch.tensor([1], dtype=torch.int32),
-        )
-    )
+    speculator.learn(step_rows(torch.zeros((1, VOCAB)), [4], [[6]], [1]))
     drafts = speculator.propose(batch(["a"], [1], [0, 1]), num_speculative_tokens=NODES)
     assert drafts.tolist() == [[7, 21, 21, 21]]
     assert speculator.trees.parents[1].tolist() == [-1, 0, -1, -1, -1]
+
+
+def test_rows_behind_a_prompt_are_no_nodes(
+    speculator: HostSpeculator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The root is the prompt's last token, at 10; vLLM has filled the rows behind it up."""
+    told = watch(speculator, monkeypatch, [DraftTree.empty()])
+    rows = step_rows(torch.zeros((3, VOCAB)), [4, 4, 4], [[6, 0, 0, 0, 0]], [1], [1, 0, 0], [-1, 0, 1])
+    speculator.learn(rows)
+    speculator.propose(batch(["a"], [1], [0, 3], prefill_len=11), num_speculative_tokens=NODES)
+    speculator.learn(rows)
+    speculator.propose(batch(["a"], [1], [0, 3], prefill_len=10), num_speculative_tokens=NODES)
+    assert [verified.drafted.tolist() for _, verified, _ in told] == [[False] * 3, [False, True, True]]
+    assert told[0][1].parents.tolist() == [-1, -1, -1]
+
+
+def test_without_drafts_nothing_is_waited_for(
+    speculator: HostSpeculator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The proposer hears of such a step in the next one that drafts, or in one in which it has arrived."""
+    told = watch(speculator, monkeypatch, [DraftTree.empty()])
+    waited: list[int] = []
+
+    def send(number: int, here: bool) -> None:
+        speculator.learn(step_rows(torch.zeros((1, VOCAB)), [number], [[6]], [1]))
+        assert speculator._sent is not None
+        event = SimpleNamespace(query=lambda: here, synchronize=lambda: waited.append(number))
+        speculator._sent = speculator._sent[0], event, *speculator._sent[2:]
+
+    made = batch(["a"], [1], [0, 1])
+    for number, here in ((1, False), (2, True), (3, False)):
+        send(number, here)
+        speculator.propose(made, num_speculative_tokens=0)
+    assert not told
+    speculator.finish([])
+    send(4, False)
+    speculator.propose(made, num_speculative_tokens=2)
+    assert [(verified.tokens.tolist(), level) for _, verified, level in told] == [
+        ([1], 0),
+        ([2], 0),
+        ([3], 0),
+        ([4], 2),
+    ]
+    assert waited == [1, 2, 3, 4]
+    send(5, True)
+    speculator.propose(made, num_speculative_tokens=0)
+    assert told[-1][1].tokens.tolist() == [5]
 
 
 @pytest.mark.parametrize(
@@ -212,4 +261,4 @@ def test_the_drafter_is_told_what_can_be_verified(
     request = SimpleNamespace(sampling_params=SimpleNamespace(structured_outputs=structured))
     speculator.admit(1, request, path_dependent)
     assert told == [(request, chain, depth)]
-    assert speculator.not_structured.tolist() == [False, structured is None, False]
+    assert speculator.teaches.tolist() == [0, int(structured is None), 0]

@@ -104,6 +104,7 @@ def _create_engine_config(original: Any, engine_args: Any, *args: Any, **kwargs:
         choice = runners.choose(engine_args, settings, ruled, encoded_kv=kv is not None)
         compat.check_runner(engine_args, settings.method, choice)
         if choice.runner == "V2":
+            settings = _with_default_nodes(settings)
             rewritten |= _as_device_method(engine_args, settings, ruled)
         else:
             rewritten |= _as_custom_class(engine_args, settings, ruled)
@@ -170,7 +171,7 @@ def _create_engine_config(original: Any, engine_args: Any, *args: Any, **kwargs:
         vllm_config.instance_id = uuid.uuid4().hex
         logger.info("vllm-ext %s: speculative method %s", __version__, settings)
         logger.info("vllm-ext: model runner %s: %s", choice.runner, choice.reason)
-        if choice.runner == "V2" and settings.method in runners.ON_HOST:
+        if choice.runner == "V2" and not runners.is_on_device(settings):
             logger.info("vllm-ext: %s: %s", settings.method, runners.WAITS)
     return vllm_config
 
@@ -200,6 +201,15 @@ def _settings(engine_args: Any) -> Settings:
         )
         patches.let_engines_save(state.SHUTDOWN_SECONDS)
     return settings
+
+
+def _with_default_nodes(settings: Settings) -> Settings:
+    """Of V2, where the user has not said how many: a tree whose rows with the root are a power of two."""
+    from vllm_ext.proposers import level_budget
+
+    if "num_speculative_tokens" in settings.options.model_fields_set:
+        return settings
+    return settings.with_options(num_speculative_tokens=level_budget.DEFAULT_NODES)
 
 
 def _as_device_method(engine_args: Any, settings: Settings, ruled: RuleSettings | None) -> dict[str, Any]:

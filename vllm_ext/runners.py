@@ -16,15 +16,29 @@ if TYPE_CHECKING:
     from vllm_ext.config import Settings
     from vllm_ext.rules import RuleSettings
 
-# Methods with a form that drafts on the device.
-ON_DEVICE = ("token_recycling",)
+# Methods with a form that drafts on the device; `hybrid` by default, with other drafters or a state_dir on the host.
+ON_DEVICE = ("token_recycling", "hybrid")
 # Methods that draft on the host, without a model.
-ON_HOST = ("suffix_tree", "stand", "aded", "input_copy", "rest", "hybrid")
+ON_HOST = ("suffix_tree", "stand", "aded", "input_copy", "rest")
 # What these cost; for the log and `vllm-ext doctor`.
 WAITS = (
     "drafts made on the host, which waits for each step's tokens: async scheduling stays on, but loses its overlap. "
     "token_recycling drafts on the device and keeps it"
 )
+
+
+# What the device's form of `hybrid` is made of.
+DEVICE_DRAFTERS = {"token_recycling", "suffix_tree"}
+
+
+def is_on_device(settings: Settings) -> bool:
+    """Whether a method drafts on the device on V2, and not on the host."""
+    if settings.method == "hybrid":
+        if settings.options.state_dir is not None:
+            return False  # what is learnt on the device is not saved yet
+        drafters = settings.options.drafters  # type: ignore[attr-defined]
+        return all(isinstance(drafter, str) for drafter in drafters) and set(drafters) == DEVICE_DRAFTERS
+    return settings.method in ON_DEVICE
 
 
 @dataclass(frozen=True)
@@ -69,7 +83,7 @@ def choose(args: Any, settings: Settings, ruled: RuleSettings | None, *, encoded
         (bool(need_v1), f"sampling rules {need_v1} go with it"),
         (encoded_kv, "the KV cache is encoded"),
         (
-            options.state_dir is not None and settings.method in ON_DEVICE,
+            options.state_dir is not None and is_on_device(settings),
             "state_dir: what is learnt on the device is not saved yet",
         ),
         (args.scheduler_cls is not None, "scheduler_cls is set"),

@@ -124,8 +124,13 @@ class TreeAttention:
         tree_attention(query, *self.kv_views(layer, kv_cache), output, trees.rows, self.scale, self.backend)
 
     @classmethod
-    def choose(cls, layers: Sequence[Any]) -> None:
-        """At start-up, with caches bound: what is best found out on this device. Nothing here."""
+    def choose(cls, layers: Sequence[Any], rows: Sequence[int] = ()) -> None:
+        """At start-up, with caches bound: what is best found out on this device. Nothing here.
+
+        Args:
+            layers: vLLM's.
+            rows: of one tree, those that steps will have; none: nobody knows.
+        """
 
 
 class OutOfGraphs:

@@ -21,7 +21,7 @@ from vllm.v1.attention.backends.flash_attn import (
     FlashAttentionMetadataBuilder,
 )
 
-from vllm_ext.attention_forms import Fastest, seconds_on_device
+from vllm_ext.attention_forms import Fastest, seconds_in_graph
 from vllm_ext.kernels.attend_nodes import attend_nodes
 from vllm_ext.kernels.tree_attention import TreeRows, tree_attention
 from vllm_ext.v1_attention import OutOfGraphs, TreeAttention, TreeMetadata, chains, halves
@@ -31,8 +31,8 @@ logger = init_logger("vllm.vllm_ext")
 FLASH, TRITON = "flash", "triton"
 # FlashAttention 4 has limits of its own on pages and heads.
 VERSIONS = (2, 3)
-# What is timed: requests, their rows, tokens of context before each.
-REQUESTS, ROWS, CONTEXT = (1, 8, 32), (4, 16, 64), 2048
+# What is timed: requests, their rows where nobody says which there will be, tokens of context before each.
+REQUESTS, ROWS, CONTEXTS = (1, 8, 32), (4, 16, 64), (512, 4096)
 
 # Output and logarithms as `attend_nodes` takes them, by flash_attn_varlen_func's keyword arguments.
 ContextAttention = Callable[..., tuple[torch.Tensor, torch.Tensor]]
@@ -79,7 +79,7 @@ class TreeFlashAttentionImpl(TreeAttention, FlashAttentionImpl):  # type: ignore
             own = slice(len(rows.parents)) if trees.own_rows is None else trees.own_rows
             self.attend_in_two(
                 query,
-                query[own].contiguous(),
+                query[own],
                 self.kv_views(layer, kv_cache),
                 output,
                 rows,
@@ -103,7 +103,7 @@ class TreeFlashAttentionImpl(TreeAttention, FlashAttentionImpl):  # type: ignore
 
         Args:
             query: of the step.
-            own: the trees' rows of it, in order, contiguous.
+            own: the trees' rows of it, in order; strided as query may be.
             views: of the cache.
             output: written to at the trees' rows.
             rows: the trees; every row has a query.
@@ -131,7 +131,7 @@ class TreeFlashAttentionImpl(TreeAttention, FlashAttentionImpl):  # type: ignore
         attend_nodes(query, *views, context_output, context_lse, output, rows, self.scale, self.backend)
 
     @classmethod
-    def choose(cls, layers: Sequence[Any]) -> None:
+    def choose(cls, layers: Sequence[Any], rows: Sequence[int] = ROWS) -> None:
         """See `TreeAttention.choose`: time both forms on the first layer, for all."""
         impl, kv_cache = layers[0].impl, layers[0].kv_cache
         if kv_cache.device.type != "cuda":
@@ -143,18 +143,18 @@ class TreeFlashAttentionImpl(TreeAttention, FlashAttentionImpl):  # type: ignore
                 " and ".join(map(str, VERSIONS)),
             )
             return
-        fastest = Fastest((FLASH, TRITON), impl.timer(layers[0]), REQUESTS, ROWS)
+        fastest = Fastest((FLASH, TRITON), impl.timer(layers[0]), REQUESTS, rows, CONTEXTS)
         logger.info("vllm-ext: microseconds of tree attention by requests x rows: %s", fastest)
         for layer in layers:
             if isinstance(layer.impl, cls):
                 layer.impl.fastest = fastest
 
-    def timer(self, layer: Any) -> Callable[[str, int, int], float]:
+    def timer(self, layer: Any) -> Callable[[str, int, int, int], float]:
         """What `Fastest` asks: seconds of a form over this layer's cache, whatever it holds."""
         views = self.kv_views(layer, layer.kv_cache)
 
-        def seconds(form: str, requests: int, rows: int) -> float:
-            trees = chains(requests, rows, CONTEXT, layer.kv_cache)
+        def seconds(form: str, requests: int, rows: int, context: int) -> float:
+            trees = chains(requests, rows, context, layer.kv_cache)
             query = torch.zeros(
                 (requests * rows, self.num_heads, views[0].shape[3]),
                 dtype=views[0].dtype,
@@ -162,10 +162,10 @@ class TreeFlashAttentionImpl(TreeAttention, FlashAttentionImpl):  # type: ignore
             )
             output = torch.empty_like(query)
             if form == FLASH:
-                return seconds_on_device(
-                    lambda: self.attend_in_two(query, query, views, output, trees, CONTEXT + rows, 0)
+                return seconds_in_graph(
+                    lambda: self.attend_in_two(query, query, views, output, trees, context + rows, 0)
                 )
-            return seconds_on_device(
+            return seconds_in_graph(
                 lambda: tree_attention(query, *views, output, trees, self.scale, self.backend)
             )
 

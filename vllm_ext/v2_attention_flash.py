@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
-import torch
 from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend, FlashAttentionMetadataBuilder
 
@@ -22,9 +21,9 @@ class TreeFlashAttentionImpl(v1_attention_flash.TreeFlashAttentionImpl):
     backend: ClassVar[Backend] = BACKEND
 
     @classmethod
-    def kv_mover(cls, layers: Sequence[Any]) -> Callable[[torch.Tensor, torch.Tensor], None]:
-        """See `TreeAttention.kv_mover`; source and target are ``[requests, columns]``."""
-        return TreeTritonAttentionImpl.kv_mover(layers)
+    def path_mover(cls, layers: Sequence[Any]) -> Callable[..., None]:
+        """See `TreeTritonAttentionImpl.path_mover`."""
+        return TreeTritonAttentionImpl.path_mover(layers)
 
 
 class TreeFlashAttentionMetadataBuilder(FlashAttentionMetadataBuilder):  # type: ignore[misc]

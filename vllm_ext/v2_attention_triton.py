@@ -22,17 +22,17 @@ class TreeTritonAttentionImpl(v1_attention_triton.TreeTritonAttentionImpl):
     backend: ClassVar[Backend] = BACKEND
 
     @classmethod
-    def kv_mover(cls, layers: Sequence[Any]) -> Callable[[torch.Tensor, torch.Tensor], None]:
-        """See `TreeAttention.kv_mover`; source and target are ``[requests, columns]``."""
+    def path_mover(cls, layers: Sequence[Any]) -> Callable[..., None]:
+        """What moves paths in the layers' caches; see `vllm_ext.kernels.path_move.move_paths`."""
         kinds: dict[Any, list[torch.Tensor]] = {}
         for layer in layers:
             cache = layer.kv_cache
             kinds.setdefault((cache.shape, cache.dtype, cache.stride()), []).append(cache)
         all_caches = [Caches(caches) for caches in kinds.values()]
 
-        def move(source: torch.Tensor, target: torch.Tensor) -> None:
+        def move(path: torch.Tensor, first_row: torch.Tensor, slots: torch.Tensor) -> None:
             for caches in all_caches:
-                move_paths(caches, source, target, BACKEND)
+                move_paths(caches, path, first_row, slots, BACKEND)
 
         return move
 

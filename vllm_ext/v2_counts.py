@@ -1,16 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Counters of the V2 runner: added up on the device, copied to the host a step later, without waiting for it."""
+"""Counters of the V2 runner: kernels add them up on the device; now and then they are copied, and not waited for."""
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import torch
 
 from vllm_ext import metrics
 
-# What the device counts, in this order.
+# What the device counts, in this order: that of `vllm_ext.kernels.device_trees.walk`.
 ON_DEVICE = ("spec_draft_tokens", "spec_accepted_tokens", "spec_emitted_tokens", "spec_steps")
+COPY_SECONDS = 0.2  # between two copies; a copy each step would be a launch each step
 
 
 class Counts:
@@ -18,9 +20,10 @@ class Counts:
 
     def __init__(self, vllm_config: Any, device: torch.device) -> None:
         self._device = device
-        self._totals = torch.zeros(len(ON_DEVICE), dtype=torch.int64, device=device)
+        self.on_device = torch.zeros(len(ON_DEVICE), dtype=torch.int64, device=device)
         self._taken = [0] * len(ON_DEVICE)
         self._copied: torch.Tensor | None = None
+        self._copied_at = 0.0
         self._event: Any = None
         self._file: metrics.CounterFile | None = None
         if vllm_config.parallel_config.rank == 0:
@@ -29,31 +32,31 @@ class Counts:
                 create=True,
             )
 
-    def add(self, drafted: torch.Tensor | None, num_emitted: torch.Tensor) -> None:
-        """One step's.
-
-        Args:
-            drafted: bool ``[rows]``: the row is a node; None where there were no drafts.
-            num_emitted: int32 ``[requests]`` tokens put out.
-        """
-        emitted, steps = num_emitted.sum(), (num_emitted > 0).sum()
-        nodes = emitted.new_zeros(()) if drafted is None else drafted.sum()
-        self._totals += torch.stack([nodes, emitted - steps, emitted, steps])
-
     def count(self, name: str, amount: int = 1) -> None:
         """What the host knows."""
         if self._file is not None and amount:
             self._file.add({name: amount})
 
-    def begin_step(self) -> None:
-        """Take over what has arrived; where the last copy is still under way, later."""
+    def begin_step(self, idle: bool = False) -> None:
+        """Take over what has arrived, and send for more.
+
+        Args:
+            idle: nothing runs in this step, so all that was counted is taken over, and waited for.
+        """
         if self._file is None:
             return
+        if idle:
+            self.totals()
+            return
         if self._copied is not None:
-            if self._device.type == "cuda" and self._event is not None and not self._event.query():
+            if self._event is not None and not self._event.query():
                 return
             self._take(self._copied)
-        self._copied = self._totals.to("cpu", non_blocking=True, copy=True)
+            self._copied = None
+        if time.monotonic() - self._copied_at < COPY_SECONDS:
+            return
+        self._copied_at = time.monotonic()
+        self._copied = self.on_device.to("cpu", non_blocking=True, copy=True)
         if self._device.type == "cuda":
             self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._event.record()
@@ -62,13 +65,13 @@ class Counts:
         """All there is, waited for: not in a step."""
         if self._file is None:
             return {}
-        self._take(self._totals.cpu())
+        self._take(self.on_device.cpu())
         self._copied = None
         return self._file.totals()
 
     def reset(self) -> None:
         """As if nothing had been counted on the device yet; not in a step."""
-        self._totals.zero_()
+        self.on_device.zero_()
         self._copied = None
         if self._file is not None:
             self._file.add({name: -taken for name, taken in zip(ON_DEVICE, self._taken, strict=True)})

@@ -55,8 +55,9 @@ class TreeState(ABC):
             **kwargs,
         )
         self.slot_mappings = slot_mappings
-        if self.speculator.chain_reason is not None:
-            return metadata
+        replayed = cudagraph_mode == CUDAGraphMode.FULL and not for_capture
+        if self.speculator.chain_reason is not None or replayed:
+            return metadata  # a graph that is replayed reads the layout
         # By `for_capture` alone: while vLLM captures a FULL graph it passes mode NONE.
         num_trees, num_rows = self._capture_trees(input_batch) if for_capture else _trees(input_batch)
         if not num_trees:
@@ -74,18 +75,28 @@ class TreeState(ABC):
                 **kwargs,
             )
             other_rows = slice(first_row, input_batch.num_tokens)
-        elif cudagraph_mode == CUDAGraphMode.FULL:
-            num_trees = input_batch.num_reqs_after_padding
+        most = int(
+            input_batch.num_scheduled_tokens.max()
+            if for_capture
+            else 1 + input_batch.num_draft_tokens_per_req.max()
+        )
         for groups in attn_groups:
             for group in groups:
                 name = group.layer_names[0]
-                rows = self._rows(metadata[name].block_table[:num_trees], num_trees, num_rows)
+                rows = self._rows(metadata[name].block_table[:num_trees], num_trees, num_rows, most)
                 marked = v1_attention.TreeMetadata(rows, others and others[name], other_rows)
                 setattr(metadata[name], v1_attention.TREES, marked)
         return metadata
 
-    def _rows(self, block_table: torch.Tensor, num_trees: int, num_rows: int) -> TreeRows:
-        """The layout as the kernels take it; what they would work out on the host is there already."""
+    def _rows(self, block_table: torch.Tensor, num_trees: int, num_rows: int, most: int) -> TreeRows:
+        """The layout as the kernels take it; what they would work out on the host is there already.
+
+        Args:
+            block_table: of the trees' requests.
+            num_trees: how many these are.
+            num_rows: of all trees.
+            most: of one tree.
+        """
         layout = self.speculator.layout
         rows = TreeRows(
             block_table=block_table,
@@ -94,7 +105,7 @@ class TreeState(ABC):
             num_past=self.speculator.no_past[:num_trees],
             context_len=layout.context[:num_trees],
             parents=layout.parents[:num_rows],
-            max_rows=1 + self.speculator.num_nodes,
+            max_rows=most,
         )
         vars(rows).update(ancestor_bits=layout.bits[:num_rows], row_start=layout.row_start[: num_trees + 1])
         return rows

@@ -12,13 +12,14 @@ Four of its parts are given a subclass when they have been made; a step:
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from vllm.logger import init_logger
 
 from vllm_ext import config, runners, v1_attention
+from vllm_ext.proposers.level_budget import levels_of
 from vllm_ext.v2_device_speculator import DeviceSpeculator
 from vllm_ext.v2_host_speculator import HostSpeculator
 from vllm_ext.v2_model_state import TreeState
@@ -42,8 +43,8 @@ class SpeculativeRunner:
     req_states: Any
     device: torch.device
 
-    # Of the caches there are: by KV group, what copies tokens between slots.
-    kv_movers: tuple[tuple[int, Callable[[torch.Tensor, torch.Tensor], None]], ...] = ()
+    # By KV group, what moves paths in its caches; see `vllm_ext.kernels.path_move.move_paths`.
+    kv_movers: tuple[tuple[int, Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]], ...] = ()
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         """vLLM's; then the parts that it has made learn of trees."""
@@ -75,8 +76,15 @@ class SpeculativeRunner:
         layers = [context[name] for name in names]
         if layers and self.device.type == "cuda":  # the interpreter compiles nothing
             v1_attention.warm_up(layers[0])
-            type(layers[0].impl).choose(layers)
+            type(layers[0].impl).choose(layers, [1 + level for level in self._levels if level])
         self.kv_movers = tuple(self._make_kv_movers())
+
+    @property
+    def _levels(self) -> list[int]:
+        """Nodes of one tree that steps will have."""
+        options = self.speculator.settings.options
+        nodes: int = options.num_speculative_tokens
+        return levels_of(nodes) if options.budget == "goodput" else [nodes]
 
     def _chain_reason(self) -> str | None:
         runner: Any = self
@@ -104,11 +112,11 @@ class SpeculativeRunner:
                 # Another layer's cache is moved with that layer.
                 layers = [layer for layer in layers if layer.impl.kv_sharing_target_layer_name is None]
                 if layers:
-                    yield group_id, layers[0].impl.kv_mover(layers)
+                    yield group_id, _path_mover(layers)
 
     def add_requests(self, scheduler_output: Any) -> None:
         """vLLM's; then the drafter takes them in. vLLM calls it in each step, behind letting go of others."""
-        self.speculator.counts.begin_step()
+        self.speculator.counts.begin_step(idle=not scheduler_output.total_num_scheduled_tokens)
         self.speculator.finish(scheduler_output.finished_req_ids)
         super().add_requests(scheduler_output)  # type: ignore[misc]
         for request in scheduler_output.scheduled_new_reqs:
@@ -137,24 +145,36 @@ class SpeculativeRunner:
         """vLLM's, then make the KV cache what it would be had the accepted path been a chain."""
         result = super().sample(hidden_states, input_batch, grammar_output)  # type: ignore[misc]
         if input_batch.num_draft_tokens:
-            self._settle(input_batch, result[1])
+            self._settle()
             structured = self.speculator.structured[input_batch.idx_mapping_np]
             self.speculator.counts.count("fallbacks:structured_output_chain", int(structured.sum()))
             if self.speculator.chain_reason is not None:
                 self.speculator.counts.count("fallbacks:model_chain", input_batch.num_reqs)
         return result
 
-    def _settle(self, input_batch: Any, num_sampled: torch.Tensor) -> None:
+    def _settle(self) -> None:
         """Move the accepted paths' KV."""
-        path: torch.Tensor = self.rejection_sampler.path.to(torch.int64)
-        place = torch.arange(path.shape[1], device=path.device)
-        first_row = self.speculator.layout.first_row[: len(path), None]
-        on_path = place < num_sampled[:, None]
-        # What is not on it stays: the root's slot is no target.
-        source, target = torch.where(on_path, path, 0) + first_row, torch.where(on_path, place, 0) + first_row
+        path: torch.Tensor = self.rejection_sampler.walked.path
         for group_id, move in self.kv_movers:
-            slots = self.model_state.slot_mappings[group_id]
-            move(slots[source], slots[target])
+            move(path, self.speculator.layout.first_row, self.model_state.slot_mappings[group_id])
+
+
+def _path_mover(layers: Sequence[Any]) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]:
+    """What moves paths in the layers' caches, in one launch where the backend has a kernel for it."""
+    impl = type(layers[0].impl)
+    if hasattr(impl, "path_mover"):
+        mover: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None] = impl.path_mover(layers)
+        return mover
+    copy = impl.kv_mover(layers)
+
+    def move(path: torch.Tensor, first_row: torch.Tensor, slots: torch.Tensor) -> None:
+        rows = first_row[: len(path), None]
+        place = torch.arange(path.shape[1], device=path.device)
+        # Behind a path its rows are their own: where there is no such row, any that is left alone.
+        source, target = torch.where(path == place, 0, path), torch.where(path == place, 0, place)
+        copy(slots[rows + source], slots[rows + target])
+
+    return move
 
 
 def install(runner: Any) -> None:
@@ -166,7 +186,7 @@ def install(runner: Any) -> None:
     _put_before(runner, SpeculativeRunner)
     settings = config.from_vllm_config(runner.vllm_config)
     assert settings is not None
-    kind = DeviceSpeculator if settings.method in runners.ON_DEVICE else HostSpeculator
+    kind = DeviceSpeculator if runners.is_on_device(settings) else HostSpeculator
     runner.speculator = kind(runner.vllm_config, runner.device, runner.req_states)
 
 

@@ -15,16 +15,16 @@ from typing import Any
 import numpy as np
 import torch
 from vllm.config.model import PROCESSED_LOGPROBS_MODES
-from vllm.v1.worker.gpu.input_batch import get_num_sampled_and_rejected
 from vllm.v1.worker.gpu.metrics.logits import get_num_nans
 from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler, get_max_chunk_logits
 
-from vllm_ext.kernels.device_trees import walk
+from vllm_ext.kernels.device_trees import Walked, walk
+from vllm_ext.kernels.recycling import WalkedRows
 from vllm_ext.v2_speculator import BACKEND, SLOW_DEPTH, StepRows, TreeSpeculator
 
-REFUSED = -1  # in the place of the token of a row that must not be accepted
+NO_TOKEN = -1
 UNKNOWN = -2  # in the place of what a row samples, as long as it has not
 
 
@@ -35,25 +35,33 @@ class LearningSampler:
 
     def __call__(self, logits: torch.Tensor, input_batch: Any) -> Any:
         """vLLM's."""
-        if input_batch.req_ids[0] in self.speculator.req_states.req_id_to_index:  # not one made up to warm up
-            output = super().__call__(logits, input_batch)  # type: ignore[misc]
-            tokens = input_batch.input_ids[input_batch.logits_indices].to(torch.int64)
-            self.speculator.observe(
-                StepRows(
-                    logits,  # vLLM's sampler has written into a copy
-                    input_batch.idx_mapping,
-                    tokens,
-                    torch.ones_like(tokens, dtype=torch.int32),
-                    output.sampled_token_ids,
-                    output.num_sampled,
-                )
+        output = super().__call__(logits, input_batch)  # type: ignore[misc]
+        trees = self.speculator
+        if input_batch.req_ids[0] not in trees.req_states.req_id_to_index:
+            return output  # made up to warm up
+        done = input_batch.num_computed_tokens_np + input_batch.num_scheduled_tokens
+        speaking = int((done >= input_batch.prefill_len_np).sum())
+        trees.counts.count("spec_emitted_tokens", speaking)
+        trees.counts.count("spec_steps", speaking)
+        if trees.needs(has_drafts=False):
+            rows = input_batch.logits_indices
+            verified = WalkedRows(
+                input_batch.cu_num_logits,
+                input_batch.idx_mapping,
+                input_batch.input_ids[rows],
+                input_batch.positions[rows],
+                trees.ones[: input_batch.num_reqs],
+                output.sampled_token_ids,
+                output.num_sampled,
             )
-            return output
-        return super().__call__(logits, input_batch)  # type: ignore[misc]
+            trees.learn(StepRows(logits, verified, None))  # vLLM's sampler has written into a copy
+        return output
 
 
 class TreeVerifier(RejectionSampler):  # type: ignore[misc]  # vLLM is untyped to us
     """A rejection sampler that rejects nothing: it samples, and looks whether the draft had it."""
+
+    walked: Walked  # of the step that was verified last
 
     def __init__(self, sampler: Any, config: Any, device: torch.device, speculator: TreeSpeculator) -> None:
         super().__init__(sampler, config, device)
@@ -62,9 +70,8 @@ class TreeVerifier(RejectionSampler):  # type: ignore[misc]  # vLLM is untyped t
         self._row = 0  # rows verified so far: of large batches part after part
         self._request = 0
         self._row_start: Any = None  # int32 [requests + 1], on the host
-        self._order: torch.Tensor | None = None  # of the part verified last, its rows with the path first
-        self.path = torch.empty(0)  # int32 [requests, 1 + nodes]
-        self.accepted = torch.empty(0)  # int32 [rows]
+        self._seq_lens = self._invalid = torch.empty(0)
+        self._part: Any = None  # of the part verified last, what its rows' order is made of
 
     def __call__(
         self, logits: torch.Tensor, input_batch: Any, draft_logits: Any = None, invalid_drafts: Any = None
@@ -72,47 +79,39 @@ class TreeVerifier(RejectionSampler):  # type: ignore[misc]  # vLLM is untyped t
         """vLLM's; ``draft_logits`` is None for all our methods."""
         sampler, trees = self.sampler, self._trees
         num_nans = get_num_nans(logits) if sampler.compute_nans else None
-        rows, slots = input_batch.logits_indices, input_batch.expanded_idx_mapping
-        offset = input_batch.expanded_local_pos
+        rows = input_batch.logits_indices
         ids, pos = input_batch.input_ids[rows], input_batch.positions[rows]
-        tokens = ids.to(torch.int64)
-        num_rows = len(tokens)
-        root = torch.arange(num_rows, device=tokens.device) - offset
-        parents = trees.layout.parents[:num_rows]
-        # Behind a root that is prompt vLLM puts rows that fill a graph up.
-        drafted = (parents >= 0) & (pos[root] >= sampler.req_states.prefill_len.gpu[slots])
-        allowed = drafted if invalid_drafts is None else drafted & ~invalid_drafts
-        width = 1 + trees.num_nodes
         self._row = self._request = 0
         self._row_start = input_batch.cu_num_logits_np
-        self.path = torch.empty((input_batch.num_reqs, width), dtype=torch.int32, device=tokens.device)
-        self.accepted = torch.empty(num_rows, dtype=torch.int32, device=tokens.device)
-        sampled, num_sampled, logprobs, masks = self._verify_in_chunks(
+        self._seq_lens, self._invalid = input_batch.seq_lens, invalid_drafts
+        self.walked = Walked.of_size(input_batch.num_reqs, len(ids), 1 + trees.num_nodes, ids.device)
+        sampled, _, logprobs, masks = self._verify_in_chunks(
             logits,
             input_batch,
             None,
-            ids,  # int32: vLLM's kernels compile for no other next to its own tokens
+            ids,
             pos,
             get_max_chunk_logits(logits.shape[1]),
             sampler.sampling_states.max_num_logprobs(input_batch.idx_mapping_np),
-            torch.where(allowed, tokens, REFUSED),
         )
-        num_sampled, num_rejected = get_num_sampled_and_rejected(
-            num_sampled,
-            input_batch.seq_lens,
-            input_batch.cu_num_logits,
-            input_batch.idx_mapping,
-            sampler.req_states.prefill_len.gpu,
-        )
-        trees.observe(
-            StepRows(logits, slots, tokens, self.accepted, sampled, num_sampled, drafted, root, parents)
-        )
+        walked = self.walked
+        if trees.needs(has_drafts=True):
+            verified = WalkedRows(
+                input_batch.cu_num_logits,
+                input_batch.idx_mapping,
+                ids,
+                pos,
+                walked.accepted,
+                walked.emitted,
+                walked.num_emitted,
+            )
+            trees.learn(StepRows(logits, verified, trees.layout))
         return SamplerOutput(
             sampled_token_ids=sampled,
             logprobs_tensors=logprobs,
             num_nans=num_nans,
-            num_sampled=num_sampled,
-            num_rejected=num_rejected,
+            num_sampled=walked.num_emitted,
+            num_rejected=walked.num_rejected,
             sampling_mask_tensors=masks,
         )
 
@@ -128,17 +127,21 @@ class TreeVerifier(RejectionSampler):  # type: ignore[misc]  # vLLM is untyped t
         row_slots: torch.Tensor,
         offset: torch.Tensor,
         seq_lens_np: Any,
-        matched: torch.Tensor,
+        verified_tokens: torch.Tensor,
     ) -> tuple[torch.Tensor | None, torch.Tensor, torch.Tensor]:
         """See the base class; the processed logits stand in the order of the path, as those of a chain do."""
-        trees, num_rows, num_requests = self._trees, len(tokens), len(slots)
-        rows = slice(self._row, self._row + num_rows)
+        trees, num_requests = self._trees, len(slots)
+        rows = slice(self._row, self._row + len(tokens))
         requests = slice(self._request, self._request + num_requests)
         self._row, self._request = rows.stop, requests.stop
-        path, accepted = self.path[requests], self.accepted[rows]
-        emitted = torch.empty(path.shape, dtype=torch.int64, device=tokens.device)
-        num_emitted = torch.empty(num_requests, dtype=torch.int32, device=tokens.device)
-        parents = trees.layout.parents[rows]
+        whole = self.walked
+        walked = Walked(
+            whole.emitted[requests],
+            whole.num_emitted[requests],
+            whole.num_rejected[requests],
+            whole.path[requests],
+            whole.accepted[rows],
+        )
 
         dependent = np.flatnonzero(trees.path_dependent[slots_np])
         if len(dependent):
@@ -150,8 +153,21 @@ class TreeVerifier(RejectionSampler):  # type: ignore[misc]  # vLLM is untyped t
                 logits, row_slots, slots, slots_np, pos, tokens, offset, seq_lens_np
             )
 
-        def follow() -> None:
-            walk(row_start, matched, parents, sampled, emitted, num_emitted, path, accepted, BACKEND)
+        def follow(totals: torch.Tensor | None = None) -> None:
+            walk(
+                row_start,
+                slots,
+                tokens,
+                pos,
+                trees.layout.parents[rows],
+                sampled,
+                None if self._invalid is None else self._invalid[rows],
+                trees.prefill_len,
+                self._seq_lens[requests],
+                walked,
+                totals,
+                BACKEND,
+            )
 
         if len(dependent):
             picked = trees.to_device(dependent)
@@ -161,39 +177,45 @@ class TreeVerifier(RejectionSampler):  # type: ignore[misc]  # vLLM is untyped t
                 follow()
                 # The path so far of each; of one that has ended, what is behind does not matter and has no token.
                 chain = first[:, None] + torch.minimum(
-                    path[picked, : depth + 1], (row_start.diff() - 1)[picked, None]
+                    walked.path[picked, : depth + 1], (row_start.diff() - 1)[picked, None]
                 )
                 flat = chain.flatten()
-                there = place[: depth + 1] < num_emitted[picked, None]
+                there = place[: depth + 1] < walked.num_emitted[picked, None]
                 masked, drawn = self._sample(
                     logits[flat],
                     row_slots[flat],
                     slots[picked],
                     slots_np[dependent],
                     pos[flat],
-                    torch.where(there.flatten(), tokens[flat], REFUSED),
+                    torch.where(there.flatten(), tokens[flat], NO_TOKEN),
                     torch.arange(depth + 1, dtype=torch.int32, device=tokens.device).repeat(len(dependent)),
                     seq_lens_np[dependent],
                 )
                 last = chain[:, -1]
-                goes_on = num_emitted[picked] == depth + 1
+                goes_on = walked.num_emitted[picked] == depth + 1
                 sampled[last] = torch.where(goes_on, drawn.view(-1, depth + 1)[:, -1], sampled[last])
                 if processed is not None:
                     ends = masked.view(len(dependent), depth + 1, -1)[:, -1].to(processed.dtype)
                     processed[last] = torch.where(goes_on[:, None], ends, processed[last])
-        follow()
+        follow(trees.counts.on_device)
 
-        own = torch.arange(num_rows, device=tokens.device)
-        request = torch.repeat_interleave(
-            torch.arange(num_requests, device=tokens.device), row_start.diff(), output_size=num_rows
-        )
-        self._order = (
-            own - offset + torch.minimum(path[request, offset.to(torch.int64)], row_start.diff()[request] - 1)
-        )
+        self._part = row_start, offset, walked.path
         if self._reads_processed:
             assert processed is not None
-            processed = processed[self._order]
-        return processed, emitted, num_emitted
+            processed = processed[self._order()]
+        return processed, walked.emitted, walked.num_emitted
+
+    def _order(self) -> torch.Tensor:
+        """int64 ``[rows]``: of the part verified last, its rows with each request's path first."""
+        row_start, offset, path = self._part
+        rows, own = row_start.diff(), torch.arange(len(offset), device=offset.device)
+        request = torch.repeat_interleave(
+            torch.arange(len(rows), device=own.device), rows, output_size=len(own)
+        )
+        order: torch.Tensor = (
+            own - offset + torch.minimum(path[request, offset.to(torch.int64)], rows[request] - 1)
+        )
+        return order
 
     def _sample_others(
         self,
@@ -266,7 +288,7 @@ class TreeVerifier(RejectionSampler):  # type: ignore[misc]  # vLLM is untyped t
         """vLLM's, which takes the rows for a chain."""
         max_num_logprobs = args[-1]
         if max_num_logprobs >= 0 and not self._processed_logprobs:
-            logits = logits[self._order]
+            logits = logits[self._order()]
         return super()._get_logprobs_tensors(sampled, num_sampled, logits, *args, **kwargs)
 
     @property

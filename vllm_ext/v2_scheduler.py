@@ -23,10 +23,11 @@ class Budgeted:
     num_spec_tokens: int
     max_num_running_reqs: int
     dynamic_sd_lookup: list[int] | None
+    vllm_config: Any
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.budget = LevelBudget(levels_of(self.num_spec_tokens))
+        self.budget = LevelBudget(levels_of(self.num_spec_tokens), _most_rows(self.vllm_config))
         # What vLLM looks up by batch size: for each level a schedule with nothing else.
         self._schedules = {level: [level] * (self.max_num_running_reqs + 1) for level in self.budget.levels}
         self._scheduled: dict[int, float] = {}  # by the output's identity, when it was made
@@ -55,6 +56,14 @@ class Budgeted:
         else:
             self.budget.interrupt()
         return result
+
+
+def _most_rows(vllm_config: Any) -> int:
+    """Of the largest step of decoding that has a captured graph; 0 where none has one."""
+    compilation = vllm_config.compilation_config
+    if not compilation.cudagraph_capture_sizes or not compilation.cudagraph_mode.decode_mode():
+        return 0
+    return int(compilation.max_cudagraph_capture_size)
 
 
 class BudgetScheduler(Budgeted, Scheduler):  # type: ignore[misc]  # vLLM is untyped to us

@@ -22,6 +22,7 @@ from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 from vllm_ext import config
 from vllm_ext.kernels.backends import Backend
 from vllm_ext.kernels.device_trees import RowLayout, SlotTrees, lay_out
+from vllm_ext.kernels.recycling import WalkedRows
 from vllm_ext.kernels.top_k import top_k_ids
 from vllm_ext.v2_counts import Counts
 
@@ -35,17 +36,8 @@ class StepRows(NamedTuple):
     """What a step has computed and verified, on the device: of each request its root's row, then its tree's."""
 
     logits: torch.Tensor  # [rows, vocab] the target's own; of structured requests with their grammar's mask
-    slots: torch.Tensor  # int [rows] whose a row is
-    tokens: torch.Tensor  # int64 [rows] each row's input token
-    accepted: torch.Tensor  # int32 [rows] 1 if that is part of the output; roots are
-    sampled: torch.Tensor  # int64 [requests, most] the tokens put out, then what nobody is to read
-    num_sampled: torch.Tensor  # int32 [requests] how many these are; 0 as long as a prompt is incomplete
-    # None where the step had no drafts, and each row is a root.
-    drafted: torch.Tensor | None = None  # bool [rows] the row is a node; neither a root nor padding
-    roots: torch.Tensor | None = None  # int64 [rows] the row of its request's root
-    parents: torch.Tensor | None = (
-        None  # int32 [rows] as an offset inside the request; -1 for roots and padding
-    )
+    verified: WalkedRows
+    layout: RowLayout | None  # of the trees; None where the step had no drafts, and each row is a root
 
 
 class TreeSpeculator(BaseSpeculator):  # type: ignore[misc]  # vLLM is untyped to us
@@ -66,11 +58,12 @@ class TreeSpeculator(BaseSpeculator):  # type: ignore[misc]  # vLLM is untyped t
         self.num_nodes: int = settings.options.num_speculative_tokens
         self.max_num_reqs: int = vllm_config.scheduler_config.max_num_seqs
         self.layout = RowLayout.of_size(self.max_num_reqs, self.max_num_reqs * (1 + self.num_nodes), device)
+        self.ones = torch.ones(self.max_num_reqs, dtype=torch.int32, device=device)
         self.no_past = torch.zeros(self.max_num_reqs, dtype=torch.int32, device=device)
         # By slot: a row's distribution depends on the tokens of its path.
         self.path_dependent = np.zeros(self.max_num_reqs, dtype=bool)
         self.structured = np.zeros(self.max_num_reqs, dtype=bool)
-        self._not_structured = UvaBackedTensor(self.max_num_reqs, dtype=torch.int32)
+        self._teaches = UvaBackedTensor(self.max_num_reqs, dtype=torch.int32)
         # Why this model's drafts are chains; None where it can verify trees. Set once the caches are bound.
         self.chain_reason: str | None = None
         self.counts = Counts(vllm_config, device)
@@ -91,7 +84,7 @@ class TreeSpeculator(BaseSpeculator):  # type: ignore[misc]  # vLLM is untyped t
         """
         structured = request.sampling_params.structured_outputs is not None
         self.structured[slot] = structured
-        self._not_structured.np[slot] = not structured
+        self._teaches.np[slot] = not structured
         self.path_dependent[slot] = path_dependent
         # vLLM masks the logits along the flat list of drafts: right for a chain, wrong for a tree.
         chain = structured or self.chain_reason is not None or self.only_chains
@@ -99,13 +92,19 @@ class TreeSpeculator(BaseSpeculator):  # type: ignore[misc]  # vLLM is untyped t
 
     def apply_staged_writes(self) -> None:
         """After `admit`, before the step."""
-        self._not_structured.copy_to_uva()
+        self._teaches.copy_to_uva()
 
     @property
-    def not_structured(self) -> torch.Tensor:
-        """bool ``[slots]``: the logits of a request are the model's own, no grammar's mask is in them."""
-        flags: torch.Tensor = self._not_structured.gpu
-        return flags != 0
+    def teaches(self) -> torch.Tensor:
+        """int32 ``[slots]``: 1 if the logits of a request are the model's own, with no grammar's mask in them."""
+        flags: torch.Tensor = self._teaches.gpu
+        return flags
+
+    @property
+    def prefill_len(self) -> torch.Tensor:
+        """int32 ``[slots]``: tokens of each request's prompt, and of what it had put out when it came back."""
+        lengths: torch.Tensor = self.req_states.prefill_len.gpu
+        return lengths
 
     def to_device(self, numbers: Any, dtype: torch.dtype = torch.int64) -> torch.Tensor:
         """Integers that the host knows, without waiting."""
@@ -124,11 +123,6 @@ class TreeSpeculator(BaseSpeculator):  # type: ignore[misc]  # vLLM is untyped t
             self.layout,
             BACKEND,
         )
-
-    def observe(self, rows: StepRows) -> None:
-        """A step has been verified."""
-        self.counts.add(rows.drafted, rows.num_sampled)
-        self.learn(rows)
 
     @staticmethod
     def top(logits: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -149,7 +143,11 @@ class TreeSpeculator(BaseSpeculator):  # type: ignore[misc]  # vLLM is untyped t
 
     @abstractmethod
     def learn(self, rows: StepRows) -> None:
-        """See `observe`; before `propose` makes the next step's trees."""
+        """A step has been verified; before `propose` makes the next step's trees."""
+
+    def needs(self, has_drafts: bool) -> bool:
+        """Whether `learn` is to hear of the step that runs."""
+        return True
 
     @abstractmethod
     def serve(self) -> None:

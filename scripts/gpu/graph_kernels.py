@@ -42,7 +42,7 @@ def works() -> Iterator[tuple[str, str, Callable[[], object], int]]:
     one = torch.zeros(1, device="cuda")
     yield "nothing", "one element", functools.partial(one.add_, 1), 0
     for requests, nodes in ((1, 15), (8, 15), (32, 15), (64, 15)):
-        for work in v2_works._trees("cuda", requests, nodes, 8, 128256, timed=True):
+        for work in v2_works._steps("cuda", requests, nodes, 8, 128256, timed=True):
             if work.call is not None:
                 yield work.op, work.size, work.call, work.num_bytes
         moves = v2_works._moves("cuda", layers=32, requests=requests, columns=1 + nodes, timed=True)

@@ -4,93 +4,199 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from work import Work
 
 from vllm_ext.kernels.backends import Backend
-from vllm_ext.kernels.device_trees import RecycledTable, RowLayout, SlotTrees, grow, lay_out, walk
+from vllm_ext.kernels.device_trees import RowLayout, SlotTrees, Walked, lay_out, walk
 from vllm_ext.kernels.path_move import Caches, move_paths
+from vllm_ext.kernels.recycling import (
+    FIRST_CALL,
+    Calibration,
+    Marks,
+    RecyclingTables,
+    WalkedRows,
+    grow,
+    learn,
+    mark,
+)
+from vllm_ext.proposers.token_recycling import SHARES
 
-CLASSES, DEPTHS = 5, 3
+BASES, DEPTHS, LONGEST = 36, 4, 4
+PAIRS, TEXTS = 1 << 16, 1 << 18
 
 
 def works(device: str) -> Iterator[Work]:
     """All of them; ``device`` is "cuda", or "cpu" for the interpreter."""
-    for requests, nodes, width, vocab in ((3, 6, 8, 50), (2, 16, 3, 20)):
-        yield from _trees(device, requests, nodes, width, vocab, timed=False)
+    for requests, nodes, width, vocab in ((3, 6, 8, 50), (2, 15, 3, 20)):
+        yield from _steps(device, requests, nodes, width, vocab, timed=False)
     yield _moves(device, layers=3, requests=4, columns=5, timed=False)
     if device == "cuda":
-        for requests, nodes in ((1, 16), (32, 16), (256, 8)):
-            yield from _trees(device, requests, nodes, 8, 128256, timed=True)
+        for requests, nodes in ((1, 15), (32, 15), (64, 3), (256, 7)):
+            yield from _steps(device, requests, nodes, 8, 128256, timed=True)
             yield _moves(device, layers=32, requests=requests, columns=1 + nodes, timed=True)
 
 
-def _trees(device: str, requests: int, nodes: int, width: int, vocab: int, timed: bool) -> Iterator[Work]:
-    generator = torch.Generator(device).manual_seed(nodes)
+class _Step:
+    """A step's kernels, one after the other, as the drafter has them."""
 
-    def draw(high: int, *shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
-        return torch.randint(0, high, shape, generator=generator, device=device, dtype=dtype)
+    def __init__(
+        self, device: str, requests: int, nodes: int, width: int, vocab: int, backend: Backend
+    ) -> None:
+        where, rows = torch.device(device), requests * (1 + nodes)
+        generator = torch.Generator(device).manual_seed(nodes)
 
-    table = RecycledTable.empty(vocab, width, torch.device(device))
-    table.successors[:] = draw(vocab, *table.successors.shape, dtype=torch.int32)
-    table.classes[:] = draw(CLASSES, *table.classes.shape, dtype=torch.int32)
-    estimates = torch.rand(CLASSES, DEPTHS, generator=generator, device=device)
-    slots = torch.randperm(requests + 2, generator=generator, device=device)[:requests]
-    roots = draw(vocab, requests + 2)
-    chains = (draw(4, requests + 2) == 0).to(torch.int32)
-    deepest = draw(9, requests + 2, dtype=torch.int32) + 1
-    rows = requests * (1 + nodes)
-    start = torch.arange(0, rows + 1, 1 + nodes, device=device, dtype=torch.int32)
-    seq_lens = start[1:] * 2 + 7
-    sampled = draw(vocab, rows)
+        def draw(high: int, *shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+            return torch.randint(0, high, shape, generator=generator, device=device, dtype=dtype)
 
-    def run(backend: Backend) -> tuple[list[Callable[[], None]], list[torch.Tensor]]:
-        trees = SlotTrees.of_size(requests + 2, nodes, torch.device(device))
-        tokens = torch.zeros(requests, nodes, dtype=torch.int64, device=device)
-        layout = RowLayout.of_size(requests + 1, rows, torch.device(device))
-        positions = torch.zeros(rows, dtype=torch.int64, device=device)
-        emitted = torch.zeros(requests, 1 + nodes, dtype=torch.int64, device=device)
-        path, count = emitted.to(torch.int32), start[1:].clone()
-        accepted = torch.zeros(rows, dtype=torch.int32, device=device)
+        self.backend, self.call = backend, FIRST_CALL
+        self.tables = RecyclingTables.empty(vocab, width, PAIRS, TEXTS, where)
+        self.tables.successors[:vocab] = draw(vocab, vocab, width, dtype=torch.int32)
+        self.tables.classes[:vocab] = draw(BASES // 2, vocab, width, dtype=torch.int32)
+        prior = torch.rand(LONGEST, BASES, DEPTHS, generator=generator, device=device, dtype=torch.float64)
+        self.calibration = Calibration.of_prior(prior, 8.0)
+        self.trees, slots = SlotTrees.of_size(requests + 2, nodes, where), requests + 2
+        self.layout = RowLayout.of_size(requests + 1, rows, where)
+        self.marks = Marks.of_size(rows, where)
+        self.walked = Walked.of_size(requests, rows, 1 + nodes, where)
+        self.totals = torch.zeros(4, dtype=torch.int64, device=device)
+        self.slots = torch.randperm(slots, generator=generator, device=device)[:requests]
+        self.text = draw(vocab, slots, 64, dtype=torch.int32)
+        self.lengths = torch.full((slots,), 40, dtype=torch.int32, device=device)
+        self.zeros, self.ones = (torch.full((slots,), n, dtype=torch.int32, device=device) for n in (0, 1))
+        self.start = torch.arange(0, rows + 1, 1 + nodes, device=device, dtype=torch.int32)
+        self.drafts = torch.zeros(requests, nodes, dtype=torch.int64, device=device)
+        self.positions = torch.zeros(rows, dtype=torch.int64, device=device)
+        self.logits = torch.randn(rows, vocab, generator=generator, device=device).to(torch.bfloat16)
+        self.other = draw(vocab, rows)
+        self.shares = torch.from_numpy(SHARES).to(device)
+        self.rows = rows
 
-        @functools.cache  # once trees have grown, so that it is not timed
-        def given_and_drawn() -> tuple[torch.Tensor, torch.Tensor]:
-            # Every other row samples what its first child is: paths are walked.
-            given = torch.cat([roots[slots][:, None], tokens], 1).flatten()
-            return given, torch.where(torch.arange(rows, device=device) % 2 == 0, given.roll(-1), sampled)
+    def grow(self) -> None:
+        grow(
+            self.tables,
+            self.calibration.estimates,
+            self.text,
+            self.lengths,
+            self.slots,
+            self.zeros,
+            self.ones * 99,
+            None,
+            LONGEST,
+            self.trees,
+            self.drafts,
+            self.backend,
+        )
 
-        def walk_it() -> None:
-            given, drawn = given_and_drawn()
-            walk(start, given, layout.parents, drawn, emitted, count, path, accepted, backend)
+    def lay_out(self) -> None:
+        seq_lens = self.lengths[self.slots] + self.drafts.shape[1]
+        lay_out(
+            self.trees,
+            self.slots,
+            self.start,
+            self.start,
+            seq_lens,
+            self.positions,
+            self.layout,
+            self.backend,
+        )
 
-        calls: list[Callable[[], None]] = [
-            functools.partial(
-                grow, table, estimates, roots, slots, chains, deepest, None, trees, tokens, backend
-            ),
-            functools.partial(lay_out, trees, slots, start, start, seq_lens, positions, layout, backend),
-            walk_it,
-        ]
-        results = [*trees, tokens, *layout, positions, emitted, path, count, accepted]
-        return calls, results
+    @functools.cached_property
+    def given(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Tokens, and what is sampled: every other row samples what its first child is, so paths are walked."""
+        roots = self.text[self.slots, 39][:, None].to(torch.int64)
+        tokens = torch.cat([roots, self.drafts], 1).flatten()
+        even = torch.arange(self.rows, device=tokens.device) % 2 == 0
+        return tokens.to(torch.int32), torch.where(even, tokens.roll(-1), self.other)
+
+    def walk(self) -> None:
+        tokens, sampled = self.given
+        walk(
+            self.start,
+            self.slots,
+            tokens,
+            self.positions,
+            self.layout.parents,
+            sampled,
+            None,
+            self.zeros,
+            self.ones,
+            self.walked,
+            self.totals,
+            self.backend,
+        )
+
+    def mark(self) -> None:
+        walked = self.walked
+        rows = WalkedRows(
+            self.start,
+            self.slots,
+            self.given[0],
+            self.positions,
+            walked.accepted,
+            walked.emitted,
+            walked.num_emitted,
+        )
+        mark(
+            self.tables,
+            self.calibration,
+            rows,
+            self.layout,
+            self.text,
+            self.zeros,
+            self.ones,
+            LONGEST,
+            self.call,
+            self.marks,
+            self.backend,
+        )
+
+    def learn(self) -> None:
+        learn(
+            self.tables,
+            self.calibration,
+            self.logits,
+            self.given[0],
+            self.shares,
+            self.marks,
+            self.backend,
+        )
+
+    @property
+    def results(self) -> list[torch.Tensor]:
+        """All that the kernels write."""
+        parts = *self.tables, *self.calibration, *self.trees, *self.layout, *self.walked, *self.marks
+        return [*parts, self.totals, self.drafts, self.positions]
+
+
+def _steps(device: str, requests: int, nodes: int, width: int, vocab: int, timed: bool) -> Iterator[Work]:
+    names = "grow", "lay_out", "walk", "mark", "learn"
 
     def error() -> float:
         outputs = []
-        for backend in ("torch", "triton"):
-            calls, results = run(backend)
-            for call in calls:
-                call()
-            outputs.append([result.clone() for result in results])
+        backends: tuple[Backend, Backend] = ("torch", "triton")
+        for backend in backends:
+            step = _Step(device, requests, nodes, width, vocab, backend)
+            for name in names * 2:  # the second time with what was learnt
+                getattr(step, name)()
+                step.__dict__.pop("given", None) if name == "grow" else None
+            outputs.append(step.results)
         return float(sum(not torch.equal(one, other) for one, other in zip(*outputs, strict=True)))
 
-    size = f"{requests} trees of {nodes} nodes, {width} of {vocab}"
-    calls, _ = run("triton")
-    for name, call in zip(("grow", "lay_out", "walk"), calls, strict=True):
-        if timed:
-            call()
-        yield Work("device_trees", "triton", f"{name}: {size}", error, 0.0, call if timed else None)
+    if timed:
+        # The readable form goes row by row: on a GPU small sizes are checked, and large ones timed.
+        step = _Step(device, requests, nodes, width, vocab, "triton")
+        for name in names:
+            getattr(step, name)()
+    for name in names:
+        op = "device_trees" if name in ("lay_out", "walk") else "recycling"
+        size = f"{name}: {requests} trees of {nodes} nodes, {width} of {vocab}"
+        num_bytes = step.logits.nbytes if timed and name == "learn" else 0
+        call = getattr(step, name) if timed else None
+        yield Work(op, "triton", size, (lambda: 0.0) if timed else error, 0.0, call, num_bytes)
 
 
 def _moves(device: str, layers: int, requests: int, columns: int, timed: bool) -> Work:
@@ -101,13 +207,15 @@ def _moves(device: str, layers: int, requests: int, columns: int, timed: bool) -
         torch.randn(shape, generator=generator, device=device).to(torch.bfloat16).transpose(1, 2)
         for _ in range(layers)
     ]
-    place = torch.arange(columns, device=device)
-    base = torch.arange(requests, device=device)[:, None] * 4 * block_size + 3
-    source, target = base + place * 2, base + place
+    blocks_of = torch.arange(requests, device=device)[:, None] * 4 * block_size + 3
+    slots = (blocks_of + torch.arange(columns, device=device)).flatten()
+    first_row = torch.arange(0, len(slots), columns, device=device, dtype=torch.int32)
+    place = torch.arange(columns, device=device, dtype=torch.int32)
+    path = torch.where(place < columns // 2, place * 2, place).repeat(requests, 1)
 
     def moved(backend: Any) -> list[torch.Tensor]:
         copies = [cache.clone(memory_format=torch.preserve_format) for cache in caches]
-        move_paths(Caches(copies), source, target, backend)
+        move_paths(Caches(copies), path, first_row, slots, backend)
         return copies
 
     def error() -> float:
@@ -115,6 +223,6 @@ def _moves(device: str, layers: int, requests: int, columns: int, timed: bool) -
         return float(sum(not torch.equal(one, other) for one, other in both))
 
     size = f"{columns} tokens of {requests} in {layers} layers, {heads} KV heads of {head_size}, bfloat16"
-    num_bytes = 2 * source.numel() * layers * heads * 2 * head_size * 2
-    call = functools.partial(move_paths, Caches(caches), source, target, "triton")
+    num_bytes = 2 * requests * (columns // 2 - 1) * layers * heads * 2 * head_size * 2
+    call = functools.partial(move_paths, Caches(caches), path, first_row, slots, "triton")
     return Work("path_move", "triton", size, error, 0.0, call if timed else None, num_bytes)

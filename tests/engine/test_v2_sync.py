@@ -56,7 +56,6 @@ STEPS = {
     "vllm_ext.v2_speculator": ("TreeSpeculator.admit",),
     "vllm_ext.v2_device_speculator": ("DeviceSpeculator.propose",),
     "vllm_ext.v2_host_speculator": ("HostSpeculator.propose",),
-    "vllm_ext.v2_counts": ("Counts.add",),
 }
 
 
@@ -196,7 +195,7 @@ def test_drafts_of_the_host_wait_once_a_step(
     ("module", "name", "waits"),
     [
         ("vllm_ext.v2_sampler", "walk", lambda *a: a[5].max().item()),
-        ("vllm_ext.proposers.token_recycling_device", "grow", lambda *a: bool((a[2] > 0).all())),
+        ("vllm_ext.proposers.token_recycling_device", "grow", lambda *a: bool((a[3] > 0).all())),
         ("vllm_ext.v2_speculator", "lay_out", lambda *a: a[4][a[4] > 3]),
         ("vllm_ext.v2_sampler", "walk", lambda *a: a[5].to("cpu")),
         ("vllm_ext.v2_sampler", "walk", lambda *a: a[5].__setitem__(a[5].long() * 0, 7)),
@@ -227,19 +226,23 @@ FILES = (
     ROOT / "proposers/token_recycling_device.py",
     *(ROOT / "kernels" / name for name in ("device_trees.py", "device_trees_triton.py")),
     *(ROOT / "kernels" / name for name in ("path_move.py", "path_move_triton.py")),
+    *(ROOT / "kernels" / f"recycling{part}.py" for part in ("", "_triton", "_grow_triton", "_places_triton")),
 )
 # Of the host's own arrays, of constants, or not in a step; by the function they are in.
 KNOWN = {
     "Counts._take",  # what has arrived on the host
     "Counts.totals",  # asked for from outside
     "HostSpeculator._wait",  # the one wait there is
-    "HostSpeculator._verified",  # numpy: what has arrived on the host
+    "HostSpeculator._unpacked",  # numpy: what has arrived on the host
+    "_Arriving.is_here",  # an event's answer
     "SpeculativeRunner._path_dependent",  # numpy arrays of vLLM's
     "DeviceTokenRecycling.forget",  # a constant
     "TreeState.prepare_attn",  # numpy: query_start_loc_np
     "_trees",  # numpy
     "_behind",  # numpy
     "SpeculativeRunner.sample",  # numpy: structured
+    "_most_rows",  # at start-up
+    "LearningSampler.__call__",  # numpy: prefill_len_np
 }
 
 

@@ -30,13 +30,14 @@ def test_tokens_move_as_the_contract_says(dtype: torch.dtype, heads_first: bool)
     if not heads_first:
         caches = [cache.transpose(1, 2) for cache in caches]
     before = [cache.clone() for cache in caches]
-    # A path whose steps overlap, across a block's end; nothing; all of it.
-    source = torch.tensor([[2, 3, 5], [8, 8, 8], [13, 15, 17]], device=DEVICE)
-    target = torch.tensor([[1, 2, 3], [8, 8, 8], [12, 13, 14]], device=DEVICE)
-    move_paths(Caches(caches), source, target, BACKEND)
+    # A path whose steps overlap, across a block's end; nothing; from block to block.
+    path = torch.tensor([[0, 2, 3, 5], [0, 1, 2, 3], [0, 1, 4, 3]], dtype=torch.int32, device=DEVICE)
+    first_row = torch.tensor([0, 6, 10, 99], dtype=torch.int32, device=DEVICE)
+    slots = torch.tensor([1, 2, 3, 8, 9, 10, 0, 11, 4, 5, 13, 12, 15, 20, 21, 99], device=DEVICE)
+    move_paths(Caches(caches), path, first_row, slots, BACKEND)
     for cache, old in zip(caches, before, strict=True):
         expected = old.clone()
-        for new, was in ((1, 2), (2, 3), (3, 5), (12, 13), (13, 15), (14, 17)):
+        for new, was in ((2, 3), (3, 8), (8, 10), (15, 21)):
             expected[new // 4, :, new % 4] = old[was // 4, :, was % 4]
         assert torch.equal(cache, expected)
 

@@ -101,6 +101,35 @@ def test_the_schedule_is_one_that_vllm_takes(nodes: int, most: int) -> None:
         assert sizes == levels[::-1]
 
 
+@pytest.mark.parametrize(
+    ("nodes", "levels"), [(15, [0, 3, 7, 15]), (7, [0, 3, 7]), (3, [0, 3]), (16, [0, 4, 8, 16])]
+)
+def test_sizes_of_trees(nodes: int, levels: list[int]) -> None:
+    assert levels_of(nodes) == levels
+
+
+def test_steps_without_a_captured_graph_are_not_taken() -> None:
+    budget = LevelBudget([0, 3, 7, 15], most_rows=512)
+    seen: dict[int, set[int]] = {32: set(), 33: set(), 200: set()}
+    for batch, levels in seen.items():
+        for _ in range(600):
+            level = budget.choose(batch)
+            levels.add(level)
+            budget.observe(level, batch, (1 + level) * batch, 1.0 + level / 100)
+    assert seen == {32: {0, 3, 7, 15}, 33: {0, 3, 7}, 200: {0}}
+
+
+def test_one_request_that_gets_few_tokens_at_first_is_no_verdict() -> None:
+    """Trees whose first four steps were unlucky are tried for longer, where one request is all there is."""
+    budget, chosen = LevelBudget([0, 15]), []
+    for _ in range(400):
+        level = budget.choose(1)
+        chosen.append(level)
+        tried = chosen.count(15)
+        budget.observe(level, 1, 1 if not level or tried <= 5 or tried % 2 else 4, 1.1 if level else 1.0)
+    assert chosen[-100:].count(15) > 95
+
+
 def test_levels_that_are_none_are_refused() -> None:
     with pytest.raises(ValueError, match=r"levels=\[4, 8\] must be ascending and begin with 0"):
         LevelBudget([4, 8])

@@ -1,102 +1,133 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Token Recycling on the device, by its readable kernels: what it has seen it drafts, what was right counts."""
+"""Token Recycling on the device, by its readable kernels: what it has seen it drafts, what was right counts.
+
+That its tables and trees are the host's is tested where the kernels are.
+"""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from vllm_ext.proposers.token_recycling import TokenRecyclingOptions
+from vllm_ext.kernels.device_trees import RowLayout
+from vllm_ext.kernels.recycling import WalkedRows
 from vllm_ext.proposers.token_recycling_device import DeviceTokenRecycling
 
 VOCAB, WIDTH, NODES, SLOTS = 30, 3, 7, 4
 CPU = torch.device("cpu")
+ONES = torch.ones(SLOTS, dtype=torch.int32)
 
 
-def drafter(**options: object) -> DeviceTokenRecycling:
-    given = TokenRecyclingOptions.model_validate(
-        {"num_speculative_tokens": NODES, "matrix_width": WIDTH, **options}
+def drafter(longest: int = 4, tree: str = "dynamic") -> DeviceTokenRecycling:
+    return DeviceTokenRecycling(NODES, WIDTH, longest, tree, VOCAB, SLOTS, CPU, "torch")
+
+
+def text_of(*tokens: int) -> torch.Tensor:
+    text = torch.full((SLOTS, 20), -1, dtype=torch.int32)
+    text[1, : len(tokens)] = torch.tensor(tokens)
+    return text
+
+
+def propose(recycler: DeviceTokenRecycling, *tokens: int, chain: bool = False) -> list[int]:
+    """Behind a text."""
+    slots, zeros = torch.tensor([1]), 0 * ONES
+    drafts = recycler.propose(text_of(*tokens), ONES * len(tokens), slots, zeros + chain, zeros + NODES)
+    count = int((recycler.trees.parents[1] >= 0).sum())
+    assert (drafts[0, count:] == tokens[-1]).all()  # padding
+    return [int(token) for token in drafts[0, :count]]
+
+
+def observe(recycler: DeviceTokenRecycling, text: list[int], best: list[int], put_out: int) -> None:
+    """A step without drafts behind a text: what the target ranks highest, and what it put out."""
+    logits = torch.full((1, VOCAB), -9.0)
+    for rank, token in enumerate(best):
+        logits[0, token] = 4.0 - 3.0 * rank
+    verified = WalkedRows(
+        torch.tensor([0, 1], dtype=torch.int32),
+        torch.tensor([1]),
+        torch.tensor(text[-1:], dtype=torch.int32),
+        torch.tensor([len(text) - 1]),
+        torch.tensor([1], dtype=torch.int32),
+        torch.tensor([[put_out]]),
+        torch.tensor([1], dtype=torch.int32),
     )
-    return DeviceTokenRecycling(given, VOCAB, SLOTS, CPU, "torch")
-
-
-def propose(recycler: DeviceTokenRecycling, root: int, slot: int = 1, chain: bool = False) -> list[int]:
-    roots = torch.full((SLOTS,), root)
-    zeros = torch.zeros(SLOTS, dtype=torch.int32)
-    tokens = recycler.propose(roots, torch.tensor([slot]), zeros + chain, zeros + NODES)
-    count = int((recycler.trees.parents[slot] >= 0).sum())
-    assert (tokens[0, count:] == root).all()  # padding
-    return [int(token) for token in tokens[0, :count]]
-
-
-def observe(recycler: DeviceTokenRecycling, rows: dict[int, list[int]], logits: list[float]) -> None:
-    known = torch.ones(len(rows), dtype=torch.bool)
-    recycler.observe(
-        torch.tensor(list(rows)),
-        known,
-        known.to(torch.int32),
-        torch.tensor(list(rows.values()), dtype=torch.int32),
-        torch.tensor([logits] * len(rows)),
-    )
+    recycler.observe(verified, None, text_of(*text), 0 * ONES, ONES, logits)
 
 
 def test_what_was_ranked_highest_is_drafted() -> None:
-    recycler = drafter()
+    recycler = drafter(longest=1)
     assert propose(recycler, 5) == []
-    observe(recycler, {5: [6, 7, 8], 6: [9, 10, 11]}, [4.0, 1.0, 0.0])
-    assert propose(recycler, 5)[:2] == [6, 9]  # sure: its best successor comes before its other siblings
+    observe(recycler, [5], [6, 7, 8], 6)
+    observe(recycler, [6], [9, 10, 11], 9)
+    assert propose(recycler, 3, 5)[:2] == [6, 9]  # sure: its best successor comes before its other siblings
     assert set(propose(recycler, 5)) == {6, 7, 8, 9, 10, 11}
     assert propose(recycler, 5, chain=True) == [6, 9]
     assert propose(drafter(tree="chain"), 5) == []
-    observe(recycler, {5: [12, 13, 14]}, [0.1, 0.1, 0.1])
+    observe(recycler, [5], [12, 13, 14], 12)
     assert set(propose(recycler, 5)) == {12, 13, 14}
 
 
-def test_a_prompt_gives_first_successors() -> None:
+def test_a_pair_knows_better_than_its_last_token() -> None:
     recycler = drafter()
-    recycler.start(torch.tensor([3, 4, 5, 3, 6], dtype=torch.int32))
+    observe(recycler, [2, 5], [6, 7, 8], 6)
+    observe(recycler, [3, 5], [9, 10, 11], 9)
+    assert propose(recycler, 1, 2, 5)[0] == 6
+    assert propose(recycler, 1, 3, 5)[0] == 9
+    assert propose(recycler, 1, 4, 5)[0] == 9  # the last time that it was read
+
+
+def test_text_goes_on_as_it_did() -> None:
+    """What followed the longest context seen before; of all requests, prompts and outputs alike."""
+    recycler = drafter()
+    prompt = [1, 2, 3, 4, 7, 2, 3, 5]
+    recycler.start(text_of(*prompt), torch.tensor([1]), ONES * len(prompt), len(prompt))
+    assert propose(recycler, 9, 1, 2, 3)[0] == 4
+    assert propose(recycler, 9, 7, 2, 3)[0] == 5
+    observe(recycler, [8, 2, 3], [20, 21, 22], 20)
+    assert propose(recycler, 9, 8, 2, 3)[0] == 20
+    short = drafter(longest=1)
+    short.start(text_of(*prompt), torch.tensor([1]), ONES * len(prompt), len(prompt))
+    assert propose(short, 9, 1, 2, 3)[0] == propose(short, 9, 7, 2, 3)[0] == 5
+
+
+def test_a_prompt_gives_first_successors() -> None:
+    recycler = drafter(longest=1)
+    prompt = [3, 4, 5, 3, 6]
+    recycler.start(text_of(*prompt), torch.tensor([1]), ONES * 5, 5)
     assert propose(recycler, 4) == [5, 3, 6]
-    recycler.start(torch.tensor([9], dtype=torch.int32))
+    recycler.start(text_of(9), torch.tensor([1]), ONES, 1)
     recycler.forget()
     assert propose(recycler, 4) == []
 
 
-def test_of_two_rows_the_accepted_one_is_kept() -> None:
-    recycler = drafter()
-    recycler.observe(
-        torch.tensor([5, 5, 5]),
-        torch.tensor([True, True, False]),
-        torch.tensor([1, 0, 1], dtype=torch.int32),
-        torch.tensor([[1, 2, 3], [4, 6, 7], [8, 9, 10]], dtype=torch.int32),
-        torch.zeros(3, 3),
-    )
-    assert set(propose(recycler, 5)) == {1, 2, 3}
-
-
 @pytest.mark.parametrize("right", [True, False])
-def test_groups_that_are_right_are_promised_more(right: bool) -> None:
-    recycler = drafter()
-    observe(recycler, {5: [6, 7, 8]}, [1.0, 0.5, 0.0])
+def test_nodes_that_are_right_are_promised_more(right: bool) -> None:
+    recycler = drafter(longest=1)
+    observe(recycler, [5], [6, 7, 8], 6)
     propose(recycler, 5)
-    before = recycler.estimates.clone()
-    groups = recycler.trees.groups[1]
-    accepted = torch.zeros(1 + NODES, dtype=torch.int32)
-    accepted[0] = 1
-    accepted[1] = right
-    for _ in range(300):
-        recycler.judge(groups, recycler.trees.parents[1].clamp(min=0).to(torch.int64), accepted)
-    node, sibling = int(groups[1]), int(groups[2])
-    assert node != sibling
-    after = recycler.estimates.view(-1)
-    assert after[node] == pytest.approx(1.0 if right else 0.0, abs=0.1)
-    assert after[sibling] < 0.1  # tried as often, and never right
-    untouched = [g for g in range(after.numel()) if g not in groups.tolist()]
-    assert torch.equal(after[untouched], before.view(-1)[untouched])
-    # Children of what was not accepted were not tried.
-    assert recycler._trials.view(-1)[node] <= 201 * (1 << 20)
+    group = int(recycler.trees.groups[1, 1])
+    before = float(recycler.calibration.estimates.view(-1)[group])
+    layout = RowLayout.of_size(SLOTS, SLOTS * (1 + NODES), CPU)
+    for _ in range(30):
+        layout.parents[:2] = torch.tensor([-1, 0])
+        layout.groups[:2] = recycler.trees.groups[1, :2]
+        verified = WalkedRows(
+            torch.tensor([0, 2], dtype=torch.int32),
+            torch.tensor([1]),
+            torch.tensor([5, 6], dtype=torch.int32),
+            torch.tensor([3, 4]),
+            torch.tensor([1, int(right)], dtype=torch.int32),
+            torch.tensor([[6, 7]]),
+            torch.tensor([1 + right], dtype=torch.int32),
+        )
+        recycler.observe(verified, layout, text_of(1, 2, 3, 5), 0 * ONES, ONES, torch.zeros(2, VOCAB))
+    after = float(recycler.calibration.estimates.view(-1)[group])
+    assert (after > before + 0.1) if right else (after < before - 0.1)
+    recycler.forget()
+    assert float(recycler.calibration.estimates.view(-1)[group]) == before
 
 
 def test_memory_is_what_it_says() -> None:
     recycler = drafter()
-    table = (VOCAB + 1) * (8 * WIDTH + 8)
-    assert table < recycler.memory_bytes < table + SLOTS * (1 + NODES) * 48 + 4000
+    tables = (VOCAB + (1 << 16)) * 8 * (WIDTH + 1) + (1 << 19) + (1 << 18) * 16
+    assert tables < recycler.memory_bytes < tables + SLOTS * (1 + NODES) * 200 + 50_000

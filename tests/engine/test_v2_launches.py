@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a step launches outside the forward pass, which a graph replays: counted here, as the host's time goes with it.
+
+Triton launches, and operators of torch that start a kernel or a copy on a GPU. What has only a view of memory, or makes
+room, starts none.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from torch.utils._python_dispatch import TorchDispatchMode
+from v2_requests import generate, prompts, sampling
+
+pytestmark = [pytest.mark.v2, pytest.mark.quick]
+
+MOST, MOST_WITHOUT_DRAFTS = 20, 6  # more than plain's
+STEPS = 6
+STARTS_NONE = (
+    "alias",
+    "as_strided",
+    "detach",
+    "detach_",
+    "empty",
+    "empty_like",
+    "empty_strided",
+    "expand",
+    "flatten",
+    "lift_fresh",
+    "new_empty",
+    "permute",
+    "reshape",
+    "resolve_conj",
+    "resolve_neg",
+    "select",
+    "set_",
+    "slice",
+    "split",
+    "squeeze",
+    "t",
+    "to",  # a copy is _to_copy
+    "transpose",
+    "unbind",
+    "unsqueeze",
+    "view",
+    "_reshape_alias",
+    "_unsafe_view",
+    "is_pinned",
+    "pin_memory",
+    "_pin_memory",
+)
+
+
+class _Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch is, here
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.found: Counter[str] = Counter()
+        self.paused = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        if not self.paused and name not in STARTS_NONE:
+            self.found[f"aten.{name}"] += 1
+        return func(*args, **(kwargs or {}))
+
+    def pausing(self, function: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self.paused += 1
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self.paused -= 1
+
+        return call
+
+
+@contextmanager
+def counted(llm: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Counter[str]]]:
+    """Of each step from now on, by name."""
+    from triton.runtime.interpreter import GridExecutor
+
+    runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner
+    counting, steps = _Counting(), list[Counter[str]]()
+    launch = GridExecutor.__call__
+
+    def launching(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not counting.paused:
+            counting.found[self.fn.__name__] += 1
+        return counting.pausing(launch)(self, *args, **kwargs)
+
+    def stepping(name: str) -> Any:
+        function = getattr(runner, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with counting:
+                result = function(*args, **kwargs)
+            if name == "sample_tokens":
+                steps.append(Counter(counting.found))
+                counting.found.clear()
+            return result
+
+        return call
+
+    def moving(mover: tuple[int, Any]) -> tuple[int, Any]:
+        # One launch on a GPU, whose backends have a kernel for it.
+        group, move = mover
+
+        def call(*args: Any) -> None:
+            counting.found["move"] += 1
+            counting.pausing(move)(*args)
+
+        return group, call
+
+    with monkeypatch.context() as patch:
+        patch.setattr(GridExecutor, "__call__", launching)
+        patch.setattr(runner.model, "forward", counting.pausing(runner.model.forward))
+        patch.setattr(runner.model, "compute_logits", counting.pausing(runner.model.compute_logits))
+        if hasattr(runner, "kv_movers"):
+            patch.setattr(runner, "kv_movers", tuple(map(moving, runner.kv_movers)))
+        for name in ("execute_model", "sample_tokens"):
+            patch.setattr(runner, name, stepping(name))
+        yield steps
+
+
+def steady(llm: Any, monkeypatch: pytest.MonkeyPatch) -> list[Counter[str]]:
+    """Steps of one greedy request, the first ones left out."""
+    with counted(llm, monkeypatch) as steps:
+        generate(llm, prompts(1, seed=5), sampling(max_tokens=60))
+    return steps[3 : 3 + STEPS]
+
+
+def most(steps: list[Counter[str]], plain: list[Counter[str]]) -> tuple[float, str]:
+    """Launches of a step more than plain's, and which these are."""
+    own, others = (sum(map(Counter.total, part)) / len(part) for part in (steps, plain))
+    extra = {
+        name: (sum(step[name] for step in steps) / len(steps))
+        - sum(step[name] for step in plain) / len(plain)
+        for name in sorted({name for step in (*steps, *plain) for name in step})
+    }
+    return own - others, ", ".join(f"{name} {count:+.2g}" for name, count in extra.items() if count)
+
+
+def test_launches_of_a_step(v2_plain: Any, v2_trees: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = steady(v2_plain, monkeypatch)
+    more, which = most(steady(v2_trees, monkeypatch), plain)
+    assert more <= MOST, f"{more:.1f}: {which}"
+    scheduler = v2_trees.llm_engine.engine_core.engine_core.scheduler
+    monkeypatch.setattr(scheduler, "dynamic_sd_lookup", [0] * 9)
+    more, which = most(steady(v2_trees, monkeypatch), plain)
+    assert more <= MOST_WITHOUT_DRAFTS, f"{more:.1f}: {which}"

@@ -56,7 +56,10 @@ class Shape:
 EIGHT_B = Shape(32, 4096, 14336, 32, 8, 128, 128256, "bfloat16", kv_cache_bytes=6 << 30)
 SMOL = Shape(30, 576, 1536, 9, 3, 64, 49152 + 128, "bfloat16", tied=True, kv_cache_bytes=2 << 30)
 SHAPES = {"8b": EIGHT_B, "smol": SMOL}
-CORRECT = Shape(4, 512, 1024, 8, 2, 64, 2048, "float32", kv_cache_bytes=1 << 30, max_num_seqs=16)
+CORRECT = {
+    "float32": Shape(4, 512, 1024, 8, 2, 64, 2048, "float32", kv_cache_bytes=1 << 30, max_num_seqs=16),
+    "bfloat16": Shape(4, 1024, 2048, 8, 2, 128, 2048, "bfloat16", kv_cache_bytes=1 << 30, max_num_seqs=16),
+}
 DRY = Shape(
     2, 128, 256, 4, 2, 32, 1024, "float32", max_model_len=192, max_num_seqs=4, max_num_batched_tokens=256
 )

@@ -40,6 +40,7 @@ METHODS: dict[str, Method] = {
     "hybrid": {"method": "hybrid"},
 }
 OURS = ("token_recycling", "hybrid")
+ANATOMY = ("plain", "token_recycling")
 
 
 class Suite:
@@ -106,17 +107,19 @@ class Suite:
             )
 
     def start_correct(self) -> None:
-        """Engines whose answers are compared: trees in graphs and without."""
+        """Engines whose answers are compared: trees in graphs and without, of sizes that fill tiles and do not."""
         options: dict[str, Any] = {"enable_prefix_caching": True}
-        if not self.dry:
-            options["attention_backend"] = "TRITON_ATTN"  # FlashAttention has no float32
         fixed = {"budget": "fixed", "num_speculative_tokens": 6}
         graphs: dict[str, Method] = {"plain": None, **{name: {"method": name, **fixed} for name in OURS}}
-        self.start("correct", CORRECT, graphs, **options)
-        if not self.dry:
-            options |= {"enforce_eager": True, "compilation_config": None}
         larger = {"method": "token_recycling", "budget": "fixed", "num_speculative_tokens": 15}
-        self.start("correct", CORRECT, {"token_recycling eager": larger}, **options)
+        if self.dry:
+            self.start("float32", CORRECT["float32"], {**graphs, "token_recycling 15": larger}, **options)
+            return
+        self.start("bfloat16", CORRECT["bfloat16"], {"plain": None, "token_recycling 15": larger}, **options)
+        options["attention_backend"] = "TRITON_ATTN"  # FlashAttention has no float32
+        self.start("float32", CORRECT["float32"], {**graphs, "token_recycling 15": larger}, **options)
+        options |= {"enforce_eager": True, "compilation_config": None}
+        self.start("float32", CORRECT["float32"], {"token_recycling eager": larger}, **options)
 
     @staticmethod
     def _on_cpu() -> dict[str, Any]:
@@ -175,17 +178,22 @@ class Suite:
             dry=self.dry,
         )
 
-    def correctness(self) -> None:
+    def correctness(self, group: str) -> None:
         """Tokens and log-probabilities of our engines next to plain's."""
-        ready = self.wait("correct")
+        ready = self.wait(group)
         if "plain" not in ready:
-            raise Failed("correct/plain did not start")
-        for line in correctness.compared(ready, CORRECT.vocab_size, tokens=12 if self.dry else 80):
-            self.results.add("correct", **line)
+            raise Failed(f"{group}/plain did not start")
+        for line in correctness.compared(ready, CORRECT[group].vocab_size, tokens=12 if self.dry else 80):
+            self.results.add("correct", group=group, **line)
 
     def kernels(self) -> None:
         """Kernels replayed from CUDA graphs, in a process of their own."""
-        command = [sys.executable, str(HERE / "graph_kernels.py"), "--seconds", "35"]
+        command = [
+            sys.executable,
+            str(HERE / "graph_kernels.py"),
+            "--seconds",
+            str(min(35, self.results.left_s - 15)),
+        ]
         process = subprocess.run(command, capture_output=True, text=True, timeout=90)
         for line in process.stdout.splitlines():
             if line.startswith("{"):
@@ -249,15 +257,15 @@ class Suite:
 
     def anatomy(self, group: str, ready: dict[str, Engine]) -> None:
         """What a step is made of: launches, what the device does, what it waits for."""
-        for batch in [size for size in self.batches if size in (1, 8, 64)]:
-            for name, engine in ready.items():
+        for batch in [size for size in self.batches if size in (1, 64)]:
+            for name in [name for name in ANATOMY if name in ready]:
+                engine = ready[name]
                 levels = engine.call("probe_level", None)
-                profiled: list[int | None] = [None]
-                if levels:
-                    profiled = [levels[-1]] if batch == 8 else [levels[-1], 0]
-                for level in profiled:
+                for level in (
+                    [max(each for each in levels if batch * (1 + each) <= 512), 0] if levels else [None]
+                ):
                     engine.call("probe_level", level)
-                    engine.call("probe_arm", 6, 3 if self.dry else 12)
+                    engine.call("probe_arm", 6, 3 if self.dry else 10)
                     first = self._num_warm
                     self._generate(engine, range(first, first + batch), 24 if level == 0 else 64, batch)
                     seen = engine.call("probe_profile")
@@ -350,17 +358,22 @@ def main() -> None:
             suite.start(group, shape, METHODS)
         suite.machine()
         if "correct" in stages:
-            suite.guarded("correctness", 60, suite.correctness)
-            suite.end("correct/")
+            for group in CORRECT if not suite.dry else ["float32"]:
+                suite.guarded(f"correctness, {group}", 30, suite.correctness, group)
+                suite.end(f"{group}/")
         # Nothing starts while something is timed.
         prepared = {group: suite.prepare(group) for group in shapes}
+        stages_of = (
+            ("end to end", 40, suite.end_to_end),
+            ("anatomy", 30, suite.anatomy),
+            ("costs", 25, suite.costs),
+        )
+        for what, needs_s, stage in stages_of:
+            for group, ready in prepared.items():
+                suite.guarded(f"{what} {group}", needs_s, stage, group, ready)
+        suite.end()
         if "kernels" in stages and not suite.dry:
-            suite.guarded("kernels", 120, suite.kernels)
-        for group, ready in prepared.items():
-            suite.guarded(f"anatomy {group}", 40, suite.anatomy, group, ready)
-            suite.guarded(f"end to end {group}", 40, suite.end_to_end, group, ready)
-            suite.guarded(f"costs {group}", 30, suite.costs, group, ready)
-            suite.end(f"{group}/")
+            suite.guarded("kernels", 30, suite.kernels)
     finally:
         suite.end()
     suite.results.add("done", left_s=round(suite.results.left_s))

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compile the attention kernels for GPUs that need not be there: registers, what spills from them, shared memory.
+"""Compile the kernels for GPUs that need not be there: registers, what spills from them, shared memory.
 
-    python scripts/compile_kernels.py [--arch 80] [--arch 90]
+    python scripts/compile_kernels.py [--arch 80] [--arch 90] [--only attention|step]
 
-Triton brings the assembler. Arguments are as in a launch over vLLM's cache: pointers, strides and sizes of multiples of
-16. Prints a markdown table for the tiles that `plan` chooses; exits with 1 if a kernel spills, or needs more shared
-memory than a consumer card has.
+Triton brings the assembler. Attention's arguments are as in a launch over vLLM's cache: pointers, strides and sizes of
+multiples of 16, for the tiles that `plan` chooses. The other kernels of a step on the V2 runner are compiled for any
+sizes. Prints a markdown table for each; exits with 1 if a kernel spills, or needs more shared memory than a consumer
+card has.
 """
 
 from __future__ import annotations
@@ -20,9 +21,18 @@ from typing import Any
 
 import torch
 import triton
+import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from vllm_ext.kernels import (
+    device_trees_triton,
+    path_move_triton,
+    path_penalties_triton,
+    recycling_grow_triton,
+    recycling_triton,
+    top_k_triton,
+)
 from vllm_ext.kernels.ancestor_bits import WORDS
 from vllm_ext.kernels.tree_attention import TreeRows
 from vllm_ext.kernels.tree_attention_triton import LEAST_KEYS, MOST_SPLITS, _add_up, _attend, plan
@@ -34,6 +44,98 @@ FLOATS = {"context_lse", "parts", "logs"}
 ELEMENTS = {"query", "keys", "values", "output", "context_output"}
 ONE = {"key_dim": 1, "value_dim": 1}
 UNEVEN = {"splits", "lse_head"}  # no multiples of 16
+
+# Of a step's other kernels: pointers to 32-bit integers where nothing else is said.
+LONG = {
+    "slots",
+    "positions",
+    "emitted",
+    "pair_keys",
+    "row_marks",
+    "text_marks",
+    "marked_rows",
+    "marked_pair_keys",
+    "trials",
+    "hits",
+    "best",
+    "totals",
+    "sampled",
+    "addresses",
+}
+SIZES = {
+    "text_stride",
+    "vocab",
+    "pairs",
+    "texts",
+    "most",
+    "nodes",
+    "width",
+    "count",
+    "num_shares",
+    "num_groups",
+    "num_bases",
+    "num_depths",
+    "num_requests",
+    "stride",
+    "columns",
+    "block_size",
+    "heads",
+    "block_stride",
+    "head_stride",
+    "token_stride",
+    "dim_stride",
+    "row_stride",
+    "best_stride",
+    "k",
+    "logits_row",
+    "bits_row",
+    "prompt_row",
+    "counts_row",
+    "words_row",
+    "starts_row",
+    "text_row",
+}
+SINGLE = {"estimates", "shares", "repetition", "frequency", "presence"}
+TREE = {"ROWS": 16, "WORDS": WORDS, "WORDS_UP": triton.next_power_of_2(WORDS)}
+GROWN = TREE | {"LONGEST": 4, "RANKS": 16, "template": None}
+STEP: list[tuple[Any, str, dict[str, Any], dict[str, str]]] = [
+    (recycling_triton._mark, "trees", {"TREES": True, "LONGEST": 4, "ROWS": 16}, {"number": "i64"}),
+    (recycling_triton._mark, "chains", {"TREES": False, "LONGEST": 4, "ROWS": 1}, {"number": "i64"}),
+    (
+        recycling_triton._learn,
+        "",
+        {"COUNT": 256, "WIDTH": 8, "SHARES": 16, "GROUPS": 1024},
+        {"logits": "*bf16"},
+    ),
+    (recycling_triton._prompts, "read", {"WRITE": False, "LONGEST": 4, "BLOCK": 256}, {"number": "i64"}),
+    (recycling_triton._prompts, "write", {"WRITE": True, "LONGEST": 4, "BLOCK": 256}, {"number": "i64"}),
+    (recycling_grow_triton._grow, "by estimates", GROWN, {"tokens": "*i64"}),
+    (device_trees_triton._walk, "", {"ROWS": 16, "invalid": None}, {}),
+    (device_trees_triton._lay_out, "", TREE, {}),
+    (path_move_triton._move, "", {"ELEMENT": tl.int16, "HEADS": 8, "WIDTH": 256}, {}),
+    (
+        top_k_triton._block_top_k,
+        "bf16",
+        {"INF": 0x7F80, "MAX": 0x7FFF, "SHORT": True, "BLOCK": 4096},
+        {"logits": "*i16"},
+    ),
+    (
+        path_penalties_triton._penalise,
+        "",
+        {"BLOCK": path_penalties_triton.BLOCK},
+        {"logits": "*fp32", "slots": "*i32"},
+    ),
+    (path_penalties_triton._forbid, "", {}, {"logits": "*fp32", "slots": "*i32"}),
+]
+
+
+WIDE = {
+    recycling_triton._learn,
+    recycling_triton._prompts,
+    path_move_triton._move,
+    top_k_triton._block_top_k,
+    path_penalties_triton._penalise,
+}  # of four warps
 
 
 def compiled(kernel: Any, dtype: str, constants: dict[str, Any], arch: int, warps: int) -> dict[str, int]:
@@ -49,11 +151,34 @@ def compiled(kernel: Any, dtype: str, constants: dict[str, Any], arch: int, warp
         types[name] = f"*{pointer}" if is_pointer else "fp32" if name == "scale" else "i32"
         if name not in UNEVEN and name != "scale":
             attributes[place,] = [["tt.divisibility", 16]]
+    return _built(kernel, types, fixed, attributes, arch, warps)
+
+
+def step_kernel(kernel: Any, constants: dict[str, Any], types: dict[str, str], arch: int) -> dict[str, int]:
+    """The same of a kernel of the table."""
+    signature = {
+        name: "constexpr"
+        if name in constants
+        else types.get(name)
+        or ("i32" if name in SIZES else "*fp32" if name in SINGLE else "*i64" if name in LONG else "*i32")
+        for name in kernel.arg_names
+    }
+    return _built(kernel, signature, constants, {}, arch, 4 if kernel in WIDE else 1)
+
+
+def _built(
+    kernel: Any,
+    types: dict[str, str],
+    constants: dict[str, Any],
+    attributes: dict[tuple[int], list[list[Any]]],
+    arch: int,
+    warps: int,
+) -> dict[str, int]:
     made = triton.compile(
         ASTSource(
             fn=kernel,
             signature=types,
-            constexprs={(kernel.arg_names.index(name),): value for name, value in fixed.items()},
+            constexprs={(kernel.arg_names.index(name),): value for name, value in constants.items()},
             attrs=attributes,
         ),
         target=GPUTarget("cuda", arch, 32),
@@ -68,11 +193,39 @@ def compiled(kernel: Any, dtype: str, constants: dict[str, Any], arch: int, warp
 
 
 def main() -> int:
-    """Print the table; 1 if something does not fit."""
-    parser = argparse.ArgumentParser(description="Registers and shared memory of the attention kernels.")
+    """Print the tables; 1 if something does not fit."""
+    parser = argparse.ArgumentParser(description="Registers and shared memory of the kernels.")
     parser.add_argument("--arch", type=int, action="append", help="compute capability times 10")
-    architectures = parser.parse_args().arch or [80, 90]
+    parser.add_argument("--only", choices=("attention", "step"), help="one of the two tables")
+    arguments = parser.parse_args()
+    architectures = arguments.arch or [80, 90]
     print(f"triton {triton.__version__}\n")
+    too_much = 0
+    if arguments.only != "attention":
+        too_much += _step(architectures)
+    if arguments.only != "step":
+        too_much += _attention(architectures)
+    return 1 if too_much else 0
+
+
+def _step(architectures: list[int]) -> int:
+    print("| arch | kernel | form | registers | spilled bytes | shared bytes |")
+    print("| ---: | --- | --- | ---: | ---: | ---: |")
+    too_much = 0
+    for arch in architectures:
+        for kernel, form, constants, types in STEP:
+            found = step_kernel(kernel, constants, types, arch)
+            too_much += found["stack"] > 0 or found["shared"] > SHARED
+            name = kernel.__name__.lstrip("_")
+            print(
+                f"| {arch} | {name} | {form} | {found['registers']} | {found['stack']} | {found['shared']} |",
+                flush=True,
+            )
+    print()
+    return too_much
+
+
+def _attention(architectures: list[int]) -> int:
     print("| arch | kernel | dtype | head | rows | keys | warps | registers | spilled bytes | shared bytes |")
     print("| ---: | --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |")
     too_much = 0
@@ -107,7 +260,7 @@ def main() -> int:
                             f"| {found['registers']} | {found['stack']} | {found['shared']} |",
                             flush=True,
                         )
-    return 1 if too_much else 0
+    return too_much
 
 
 def _launch(rows: int, head: int, wide: bool) -> Any:

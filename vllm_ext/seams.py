@@ -180,12 +180,6 @@ V2_HOOKS = (
     ),
     Hook(
         _BATCH,
-        "get_num_sampled_and_rejected",
-        ("num_sampled", "seq_lens", "cu_num_logits", "idx_mapping", "prefill_len"),
-        "counts what was accepted",
-    ),
-    Hook(
-        _BATCH,
         "post_update",
         (
             *(
@@ -223,6 +217,22 @@ V2_HOOKS = (
         ("self", "logits", "input_batch", "draft_logits", "draft_sampled", "pos", "max_chunk_logits"),
         "verifies large batches part after part",
     ),
+    Hook(
+        f"{_GPU}.spec_decode.rejection_sampler",
+        "get_max_chunk_logits",
+        ("vocab_size",),
+        "verifies large batches part after part",
+    ),
+    Hook(f"{_GPU}.metrics.logits", "get_num_nans", ("logits",), "tells of logits that are no numbers"),
+    *(
+        Hook(f"{_GPU}.sample.{module}", name, parameters, "goes by the path of a tree's row")
+        for module, state in (("penalties", "PenaltiesState"), ("bad_words", "BadWordsState"))
+        for name, parameters in (
+            (state, ("vllm_config", "req_states")),
+            (f"{state}.apply", ("self", "logits", "ctx")),
+        )
+    ),
+    Hook(f"{_GPU}.buffer_utils", "UvaBackedTensor", ("size", "dtype"), "the host's word of each slot"),
     Hook(
         f"{_GPU}.sample.sampler",
         "Sampler.__call__",

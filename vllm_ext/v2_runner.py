@@ -23,6 +23,7 @@ from vllm_ext.proposers.level_budget import levels_of
 from vllm_ext.v2_device_speculator import DeviceSpeculator
 from vllm_ext.v2_host_speculator import HostSpeculator
 from vllm_ext.v2_model_state import TreeState
+from vllm_ext.v2_penalties import TreeBadWords, TreePenalties
 from vllm_ext.v2_rules import RuleProcessor
 from vllm_ext.v2_sampler import LearningSampler, TreeVerifier
 from vllm_ext.v2_speculator import TreeSpeculator
@@ -54,6 +55,10 @@ class SpeculativeRunner:
         self.model_state.speculator = self.speculator
         _put_before(self.sampler, LearningSampler)
         self.sampler.speculator = self.speculator
+        for kind in (TreePenalties, TreeBadWords):
+            (own,) = (each for each in self.sampler.logits_processors if type(each) is kind.__base__)
+            own.__class__ = kind
+            own.speculator = self.speculator
         self.rejection_sampler = TreeVerifier(
             self.sampler, runner.speculative_config, self.device, self.speculator
         )
@@ -127,12 +132,10 @@ class SpeculativeRunner:
             self.speculator.apply_staged_writes()
 
     def _path_dependent(self, slot: int, params: Any) -> bool:
-        """Whether what a request samples depends on which tokens its output has, not only on how many."""
+        """Whether what a request samples is made by code that takes its rows for a chain, and by the tokens in them."""
         sampler = self.sampler
         return bool(
-            sampler.penalties_state.use_penalty[slot]
-            or params.bad_words_token_ids
-            or params.thinking_token_budget is not None
+            params.thinking_token_budget is not None
             or any(
                 processor.is_under(slot)
                 if isinstance(processor, RuleProcessor)

@@ -3,13 +3,15 @@
 
 vLLM keys a row's noise by seed and position, so a row samples what it would have sampled without speculation, whatever
 is sampled beside it: seeded output is the same token for token, and nothing waits for anything. Where a distribution
-depends on the tokens before it (penalties, bad words, a thinking budget, processors of the user's own), vLLM's code
-takes a request's rows for a chain. So such trees are sampled depth by depth, the path so far laid out as the chain it
-is.
+depends on the tokens before it, vLLM's code takes a request's rows for a chain. Penalties and bad words have kernels of
+ours that go by the path (`v2_penalties`). For a thinking budget, and processors of the user's own, trees are sampled
+depth by depth, the path so far laid out as the chain it is.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -22,7 +24,7 @@ from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler, g
 
 from vllm_ext.kernels.device_trees import Walked, walk
 from vllm_ext.kernels.recycling import WalkedRows
-from vllm_ext.v2_speculator import BACKEND, SLOW_DEPTH, StepRows, TreeSpeculator
+from vllm_ext.v2_speculator import BACKEND, SLOW_DEPTH, Paths, StepRows, TreeSpeculator
 
 NO_TOKEN = -1
 UNKNOWN = -2  # in the place of what a row samples, as long as it has not
@@ -146,12 +148,23 @@ class TreeVerifier(RejectionSampler):  # type: ignore[misc]  # vLLM is untyped t
         dependent = np.flatnonzero(trees.path_dependent[slots_np])
         if len(dependent):
             processed, sampled = self._sample_others(
-                requests, dependent, logits, row_slots, slots, slots_np, pos, tokens, offset, seq_lens_np
+                rows,
+                requests,
+                dependent,
+                logits,
+                row_slots,
+                slots,
+                slots_np,
+                pos,
+                tokens,
+                offset,
+                seq_lens_np,
             )
         else:
-            processed, sampled = self._sample(
-                logits, row_slots, slots, slots_np, pos, tokens, offset, seq_lens_np
-            )
+            with self._along(rows):
+                processed, sampled = self._sample(
+                    logits, row_slots, slots, slots_np, pos, tokens, offset, seq_lens_np
+                )
 
         def follow(totals: torch.Tensor | None = None) -> None:
             walk(
@@ -217,8 +230,23 @@ class TreeVerifier(RejectionSampler):  # type: ignore[misc]  # vLLM is untyped t
         )
         return order
 
+    @contextmanager
+    def _along(self, rows: Any) -> Iterator[None]:
+        """Sample rows of the step's trees, each by its own path.
+
+        Args:
+            rows: which ones, a slice or int64 on the device.
+        """
+        layout = self._trees.layout
+        self._trees.verifying = Paths(layout.bits[rows], layout.parents[rows])
+        try:
+            yield
+        finally:
+            self._trees.verifying = None
+
     def _sample_others(
         self,
+        rows: slice,
         requests: slice,
         dependent: Any,
         logits: torch.Tensor,
@@ -240,16 +268,17 @@ class TreeVerifier(RejectionSampler):  # type: ignore[misc]  # vLLM is untyped t
                 np.concatenate([np.arange(start[i], start[i + 1]) for i in others]) - start[0]
             )
             picked = self._trees.to_device(others)
-            masked, sampled[flat] = self._sample(
-                logits[flat],
-                row_slots[flat],
-                slots[picked],
-                slots_np[others],
-                pos[flat],
-                tokens[flat],
-                offset[flat],
-                seq_lens_np[others],
-            )
+            with self._along(flat + rows.start):
+                masked, sampled[flat] = self._sample(
+                    logits[flat],
+                    row_slots[flat],
+                    slots[picked],
+                    slots_np[others],
+                    pos[flat],
+                    tokens[flat],
+                    offset[flat],
+                    seq_lens_np[others],
+                )
             if processed is not None:
                 processed[flat] = masked.to(processed.dtype)
         return processed, sampled

@@ -40,6 +40,13 @@ class StepRows(NamedTuple):
     layout: RowLayout | None  # of the trees; None where the step had no drafts, and each row is a root
 
 
+class Paths(NamedTuple):
+    """Of rows that are sampled, which ones are before them."""
+
+    bits: torch.Tensor  # int32 [rows, WORDS]
+    parents: torch.Tensor  # int32 [rows]
+
+
 class TreeSpeculator(BaseSpeculator):  # type: ignore[misc]  # vLLM is untyped to us
     """Drafts of all requests, by slot; and of the step that runs, how they were laid out."""
 
@@ -60,7 +67,8 @@ class TreeSpeculator(BaseSpeculator):  # type: ignore[misc]  # vLLM is untyped t
         self.layout = RowLayout.of_size(self.max_num_reqs, self.max_num_reqs * (1 + self.num_nodes), device)
         self.ones = torch.ones(self.max_num_reqs, dtype=torch.int32, device=device)
         self.no_past = torch.zeros(self.max_num_reqs, dtype=torch.int32, device=device)
-        # By slot: a row's distribution depends on the tokens of its path.
+        self.verifying: Paths | None = None  # while trees' rows are sampled, these
+        # By slot: a row's distribution depends on the tokens of its path, and whoever makes it takes rows for a chain.
         self.path_dependent = np.zeros(self.max_num_reqs, dtype=bool)
         self.structured = np.zeros(self.max_num_reqs, dtype=bool)
         self._teaches = UvaBackedTensor(self.max_num_reqs, dtype=torch.int32)

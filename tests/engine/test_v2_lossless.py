@@ -92,6 +92,37 @@ def test_penalties_of_a_path(v2_plain: Any, v2_either: Any) -> None:
     assert counters(v2_either)["spec_accepted_tokens"] > before + 30
 
 
+def test_penalties_and_bad_words_are_sampled_at_once(
+    v2_plain: Any, v2_either: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Found: a request with a penalty sampled depth by depth, seven times a step."""
+    verifier = v2_either.llm_engine.model_executor.driver_worker.worker.model_runner.rejection_sampler
+    sample, call, sampled, steps = verifier._sample, type(verifier).__call__, [0], [0]
+
+    def sampling_once(*args: Any) -> Any:
+        sampled[0] += 1
+        return sample(*args)
+
+    def verifying(self: Any, *args: Any, **kwargs: Any) -> Any:
+        steps[0] += 1
+        return call(self, *args, **kwargs)
+
+    monkeypatch.setattr(verifier, "_sample", sampling_once)
+    monkeypatch.setattr(type(verifier), "__call__", verifying)
+    kinds = [
+        sampling(repetition_penalty=1.2, bad_words=["the", "of the"]),
+        sampling(presence_penalty=0.4, logprobs=2),
+        sampling(),
+    ]
+    texts = prompts(3, seed=23)
+    expected = generate(v2_plain, texts, kinds)
+    actual = generate(v2_either, texts, kinds)
+    assert_same_outputs(tokens(expected), tokens(actual))
+    for a, b in zip(expected[1].logprobs, actual[1].logprobs, strict=True):
+        assert list(a) == list(b)
+    assert sampled[0] == steps[0] > 5
+
+
 def test_bad_words_of_several_tokens(v2_plain: Any, v2_either: Any) -> None:
     """Forbidden are pairs that the answers have: what is before a node decides."""
     texts = prompts(4, seed=2)

@@ -26,6 +26,7 @@ from vllm_ext.kernels.tree_attention import TreeRows
 LEAST_ROWS = 16  # of a tile: the least tl.dot takes
 LEAST_KEYS = 128  # of a share: below that, adding up costs more than is gained
 MOST_SPLITS = 64
+ADDED_ROWS = 4  # of a program that adds parts up: it reads one share after the other
 PROGRAMS_PER_CORE = 2  # of a streaming multiprocessor; keys are shared out until there are so many
 LOG2_E = 1.4426950408889634
 
@@ -115,7 +116,7 @@ def tree_attention_triton(
             size = requests * num_kv_heads * launch.tiles * splits * launch.rows
             parts = torch.empty(size * constants["HEAD"], dtype=torch.float32, device=query.device)
             logs = torch.empty(size, dtype=torch.float32, device=query.device)
-        _attend[(requests, num_kv_heads, launch.tiles * splits)](
+        _attend[(launch.tiles * splits, num_kv_heads, requests)](
             query,
             key_cache,
             value_cache,
@@ -131,7 +132,7 @@ def tree_attention_triton(
             **constants,
         )
         if splits > 1:
-            _add_up[(requests, num_kv_heads, launch.tiles)](
+            _add_up[(requests, num_kv_heads, launch.tiles * launch.rows // ADDED_ROWS)](
                 output,
                 parts,
                 logs,
@@ -145,6 +146,7 @@ def tree_attention_triton(
                 GROUP=constants["GROUP"],
                 HEAD=constants["HEAD"],
                 ROWS=launch.rows,
+                ADDED=ADDED_ROWS,
                 SPLITS=MOST_SPLITS,
             )
 
@@ -171,7 +173,7 @@ def attend_nodes_triton(
     if requests == 0 or len(trees.parents) == 0:
         return
     with torch.cuda.device_of(query):
-        _attend[(requests, key_cache.shape[1], launch.tiles)](
+        _attend[(launch.tiles, key_cache.shape[1], requests)](
             query,
             key_cache,
             value_cache,
@@ -232,7 +234,6 @@ def _prepare(
             *key_cache.stride(),
             *value_cache.stride(),
             trees.block_table.stride(0),
-            block_size,
             head_size,
         )
         prepared["constants"] = {
@@ -242,6 +243,7 @@ def _prepare(
             "KEYS": launch.keys,
             "LEAST": LEAST_KEYS,
             "WORDS": WORDS,
+            "BLOCK": block_size,  # a power of two is a shift for each key, and no division
             # Tensor cores take 16-bit operands as they are; the interpreter multiplies bfloat16's bits.
             "WIDE": wide or os.environ.get("TRITON_INTERPRET") == "1",
             "num_warps": launch.warps,
@@ -294,7 +296,6 @@ def _attend(
     value_token,
     value_dim,
     table_row,
-    block_size,
     head_size,
     scale,
     context_output,  # read unless CONTEXT
@@ -311,12 +312,15 @@ def _attend(
     KEYS: tl.constexpr,
     LEAST: tl.constexpr,
     WORDS: tl.constexpr,
+    BLOCK: tl.constexpr,
     WIDE: tl.constexpr,
     SPLIT: tl.constexpr,
     CONTEXT: tl.constexpr,
 ):
-    request, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
-    tile, split = tl.program_id(2) // splits, tl.program_id(2) % splits
+    head, request = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+    # Tiles that read the same keys run side by side, and find them in the second-level cache.
+    tiles = tl.num_programs(0) // splits
+    tile, split = tl.program_id(0) % tiles, tl.program_id(0) // tiles
     rows, past = tl.load(num_rows + request), tl.load(num_past + request)
     wide = past * GROUP + tile * ROWS + tl.arange(0, ROWS)  # row r, head g of the group: r * GROUP + g
     if past * GROUP + tile * ROWS >= rows * GROUP:
@@ -333,8 +337,7 @@ def _attend(
         begin = context
         end = length
     if SPLIT:
-        programs = tl.num_programs(1).to(tl.int64) * tl.num_programs(2)
-        program = request * programs + head * tl.num_programs(2) + tl.program_id(2)
+        program = ((request * tl.num_programs(1) + head) * tiles + tile) * splits + split
         logs += program * ROWS + tl.arange(0, ROWS)
         parts += program * ROWS * HEAD
         if begin >= end:
@@ -370,9 +373,9 @@ def _attend(
     for start in range(begin, end, KEYS):
         token = start + tl.arange(0, KEYS)
         there = token < end
-        block = tl.load(block_table + request * table_row + token // block_size, mask=there, other=0)
+        block = tl.load(block_table + request * table_row + token // BLOCK, mask=there, other=0)
         block = block.to(tl.int64)
-        offset = (token % block_size).to(tl.int64)
+        offset = (token % BLOCK).to(tl.int64)
         k = tl.load(
             keys
             + (block * key_block + head * key_head + offset * key_token)[None, :]
@@ -439,17 +442,18 @@ def _add_up(
     GROUP: tl.constexpr,
     HEAD: tl.constexpr,
     ROWS: tl.constexpr,
+    ADDED: tl.constexpr,
     SPLITS: tl.constexpr,
 ):
     request, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
-    tile = tl.program_id(2)
+    begin = tl.program_id(2) * ADDED  # among the rows of all tiles
     rows, past = tl.load(num_rows + request), tl.load(num_past + request)
-    wide = past * GROUP + tile * ROWS + tl.arange(0, ROWS)
-    if past * GROUP + tile * ROWS >= rows * GROUP:
+    wide = past * GROUP + begin + tl.arange(0, ADDED)
+    if past * GROUP + begin >= rows * GROUP:
         return
-    programs = tl.num_programs(1).to(tl.int64) * tl.num_programs(2)
-    first = (request * programs + head * tl.num_programs(2) + tile) * splits
-    packed = tl.arange(0, ROWS)
+    tiles = tl.num_programs(2) * ADDED // ROWS
+    first = ((request * tl.num_programs(1) + head) * tiles + begin // ROWS) * splits
+    packed = begin % ROWS + tl.arange(0, ADDED)
     split = tl.arange(0, SPLITS)
     log = tl.load(
         logs + (first + split)[:, None] * ROWS + packed[None, :],
@@ -460,7 +464,7 @@ def _add_up(
     best = tl.where(real, tl.max(log, 0), 0.0)  # a row sees itself at least
     weight = tl.sum(tl.exp2(log - best[None, :]), 0)
     dims = tl.arange(0, HEAD)
-    total = tl.zeros([ROWS, HEAD], tl.float32)
+    total = tl.zeros([ADDED, HEAD], tl.float32)
     for i in range(splits):
         own = tl.load(logs + (first + i) * ROWS + packed)
         part = tl.load(

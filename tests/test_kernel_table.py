@@ -11,7 +11,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 SCRIPTS = ROOT / "scripts" / "kernels"
 # Modules whose names are not their op's.
-MODULES = {"top_k": "top_k_ids"}
+MODULES = {"top_k": "top_k_ids", "recycling_grow": "recycling", "recycling_places": "recycling"}
 
 
 def covered(op: str) -> bool:

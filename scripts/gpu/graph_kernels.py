@@ -21,6 +21,7 @@ sys.path[:0] = [str(HERE.parents[1]), str(HERE.parents[1] / "tests"), str(HERE.p
 
 import device_works  # noqa: E402
 import measure  # noqa: E402
+import penalty_works  # noqa: E402
 import torch  # noqa: E402
 import v2_works  # noqa: E402
 from triton.testing import do_bench  # noqa: E402
@@ -48,6 +49,10 @@ def works() -> Iterator[tuple[str, str, Callable[[], object], int]]:
         moves = v2_works._moves("cuda", layers=32, requests=requests, columns=1 + nodes, timed=True)
         if moves.call is not None:
             yield moves.op, moves.size, moves.call, moves.num_bytes
+    for requests in (1, 32):
+        for work in penalty_works.of_size("cuda", requests, 15, device_works.VOCAB, 8, timed=True):
+            if work.call is not None:
+                yield work.op, work.size, work.call, work.num_bytes
     for rows in (1, 16, 128, 512, 1024):
         logits = torch.randn(rows, device_works.VOCAB, device="cuda").to(torch.bfloat16)
         yield "top_k_ids", f"{rows} rows", functools.partial(top_k_ids, logits, 8, "triton"), logits.nbytes

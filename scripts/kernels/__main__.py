@@ -32,6 +32,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 import device_works  # noqa: E402
 import host_works  # noqa: E402
 import measure  # noqa: E402
+import penalty_works  # noqa: E402
 import v2_works  # noqa: E402
 from work import Work  # noqa: E402
 
@@ -58,7 +59,9 @@ def main() -> int:
             "no GPU: Triton kernels run in the interpreter, for their results; their times are not measured"
         )
     try:
-        on_device = itertools.chain(device_works.works(DEVICE), v2_works.works(DEVICE))
+        on_device = itertools.chain.from_iterable(
+            kind.works(DEVICE) for kind in (device_works, v2_works, penalty_works)
+        )
         works = [work for work in on_device if ops is None or work.op in ops]
         works += host_works.works(ops)
     except RuntimeError as error:

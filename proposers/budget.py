@@ -155,6 +155,7 @@ class GoodputBudget:
             "step_seconds": float(seconds[best]),
             "nodes_per_request": best / batch_size,
             "gain": float(rate[best] / rate[0]),
+            "target_efficiency": float(seconds[0] / seconds[best]),
         }
 
         # What each total loses to the best, in steps. The prediction does not tell small losses from none.
@@ -259,7 +260,8 @@ class GoodputBudget:
         """Figures for metrics, of the last choice, probes left out.
 
         ``step_seconds``: predicted; ``nodes_per_request``: chosen; ``gain``: predicted tokens per second over
-        those without drafts; ``correction``: that of all requests.
+        those without drafts; ``target_efficiency``: predicted time of a step without drafts over that of the chosen
+        one, T(B, 1) / T(B, n) of MoESD (arXiv 2505.19645); ``correction``: that of all requests.
         """
         return {**self._state, "correction": self._shared_correction()}
 

@@ -142,6 +142,7 @@ class DraftBudget:
             "step_seconds": float(seconds[chosen]),
             "nodes_per_request": float(chosen[1] * many / batch_size),
             "gain": float(rate[chosen] / rate[0, 0]),
+            "target_efficiency": float(target[0, 0] / target[chosen]),
             "draft_seconds": float(draft[chosen] + reading[chosen]),
         }
         return chosen[1], many

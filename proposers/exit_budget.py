@@ -65,6 +65,8 @@ class ExitBudget:
             "step_seconds": float(seconds[best]),
             "nodes_per_request": float(length),
             "gain": float(rate[best] / rate[0]),
+            # The layers that draft are the target's own.
+            "target_efficiency": float(plain / seconds[best]),
             "draft_seconds": float(draft[self.exit, length - 1]) if length else 0.0,
         }
         return self.choice.max_drafted if length else 0

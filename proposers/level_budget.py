@@ -90,10 +90,15 @@ class LevelBudget:
         self._tokens = {level: _Mean(RECENT_REQUEST_STEPS) for level in levels}  # of one request, a step
         self._trial: tuple[int, int, int] | None = None  # the class and level on trial, and its steps so far
         self._since_probe = 0
+        self._chosen = 0
         self._last: int | None = None  # level of the step observed last, if nothing came between
 
     def choose(self, batch_size: int) -> int:
         """The level of a step with so many requests."""
+        self._chosen = self._choose(batch_size)
+        return self._chosen
+
+    def _choose(self, batch_size: int) -> int:
         group = batch_size.bit_length()
         levels = [level for level in self.levels if self.fits(level, batch_size)]
         if self._trial is not None:
@@ -148,6 +153,24 @@ class LevelBudget:
             key = batch_size.bit_length(), level
             self._seconds.setdefault(key, _Mean(RECENT_STEPS)).add(seconds)
         self._last = level
+
+    def state(self, batch_size: int) -> dict[str, float]:
+        """Figures for metrics, of the level chosen last, as `GoodputBudget.state`; those not yet measured are left out.
+
+        Args:
+            batch_size: requests of that step.
+        """
+        group, level = batch_size.bit_length(), self._chosen
+        found = {"nodes_per_request": float(level), "correction": 1.0}
+        rate, plain_rate = self.rate(group, level), self.rate(group, 0)
+        if rate is not None and plain_rate is not None:
+            seconds, plain_seconds = self._seconds[group, level].value, self._seconds[group, 0].value
+            found |= {
+                "step_seconds": seconds,
+                "gain": rate / plain_rate,
+                "target_efficiency": plain_seconds / max(seconds, 1e-9),
+            }
+        return found
 
     def interrupt(self) -> None:
         """A step that says nothing of decoding: with prompts in it, or after a pause."""

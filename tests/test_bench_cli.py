@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from vllm_ext import bench_cli
 from vllm_ext.bench import Report
-from vllm_ext.bench_report import html
+from vllm_ext.bench_page import html
 from vllm_ext.bench_settings import Method, Settings
 from vllm_ext.bench_stats import Answer, Divergence, Round, summarise
 from vllm_ext.cli import app
@@ -50,7 +50,7 @@ def without_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
         if name not in ("vllm_ext.bench_cli", "vllm_ext.bench_settings", "vllm_ext.bench_engine"):
             monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    monkeypatch.delattr("vllm_ext.bench_report", raising=False)
+    monkeypatch.delattr("vllm_ext.bench_page", raising=False)
 
 
 @pytest.mark.parametrize(("wrong", "code"), [((), 0), (("prompt 0: another",), 1)])

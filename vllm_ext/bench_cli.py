@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.box import SIMPLE
@@ -23,10 +23,15 @@ from rich.table import Table
 from vllm_ext import __version__
 from vllm_ext.bench import Report, run
 from vllm_ext.bench_engine import EngineError
+from vllm_ext.bench_serving_cli import check_options, serving_settings, show
 from vllm_ext.bench_settings import Settings, parse_batch_sizes, parse_methods
+
+if TYPE_CHECKING:
+    from vllm_ext.bench_serving import ServingSettings
 
 
 def bench_command(
+    context: typer.Context,
     model: Annotated[str, typer.Option(help="Model folder or Hugging Face id.")],
     prompts: Annotated[
         list[Path],
@@ -96,15 +101,68 @@ def bench_command(
             "--html", help="Write a page with plots to this file; needs the extra 'report' (matplotlib)."
         ),
     ] = None,
+    concurrency: Annotated[
+        str | None,
+        typer.Option(
+            help="Over HTTP: a vllm serve for each method, and so many requests in flight; comma list.",
+            rich_help_panel="Servers",
+        ),
+    ] = None,
+    request_rate: Annotated[
+        str | None,
+        typer.Option(
+            help="Over HTTP: requests a second, coming at random; comma list. --concurrency is then the most "
+            "in flight.",
+            rich_help_panel="Servers",
+        ),
+    ] = None,
+    url: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="LABEL=http://host:port of a running server, instead of --methods; can be given several "
+            "times. The one labelled plain, or the first, is what others are compared with.",
+            rich_help_panel="Servers",
+        ),
+    ] = None,
+    goodput: Annotated[
+        str | None,
+        typer.Option(
+            help="Milliseconds within which a request is a good one, as ttft:500,tpot:50,e2el:4000.",
+            rich_help_panel="Servers",
+        ),
+    ] = None,
+    input_tokens: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Make each prompt so long, with text of other prompts ahead of it.",
+            rich_help_panel="Servers",
+        ),
+    ] = None,
+    ignore_eos: Annotated[
+        bool,
+        typer.Option(
+            "--ignore-eos",
+            help="Each answer has --max-tokens tokens; text behind an answer's end repeats, and is easy to draft.",
+            rich_help_panel="Servers",
+        ),
+    ] = False,
+    serve_args: Annotated[
+        str, typer.Option(help="More arguments of vllm serve, for all methods.", rich_help_panel="Servers")
+    ] = "",
     verbose: Annotated[bool, typer.Option("--verbose", help="Show vLLM's log.")] = False,
 ) -> None:
     """Compare methods on real engines: speed beside plain vLLM, and whether greedy outputs are the same.
+
+    With --concurrency, --request-rate or --url on real servers under load: also latencies, timed as
+    vllm bench serve does.
 
     Exits 1 when an answer differs from plain's by more than a near tie, or an engine fails.
     """
     console = Console()
     errors = Console(stderr=True)
     try:
+        over_http = check_options(_written(context))
         settings = Settings(
             model=model,
             prompt_files=tuple(prompts),
@@ -125,6 +183,12 @@ def bench_command(
         check_folder("--html", html_path)
         if html_path is not None:
             _html()  # now, and not after the run
+        if over_http:
+            serving = serving_settings(
+                settings, concurrency, request_rate, url or (), goodput, input_tokens, ignore_eos, serve_args
+            )
+            _bench_servers(serving, console, errors, json_path, html_path)
+            return
         report = _run(settings, errors)
     except ValueError as error:
         errors.print(f"[red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
@@ -139,17 +203,57 @@ def bench_command(
         "notices": report.notices,
         "runs": report.runs,
     }
+    _write(content, json_path, html_path, errors)
+    for line in report.wrong:
+        errors.print(f"[red]wrong:[/] {escape(line)}", highlight=False, soft_wrap=True)
+    if report.wrong:
+        raise typer.Exit(1)
+
+
+def _written(context: typer.Context) -> list[str]:
+    """Names of the options that the user wrote."""
+    sources = {name: context.get_parameter_source(name) for name in context.params}
+    return [name for name, source in sources.items() if source is not None and source.name != "DEFAULT"]
+
+
+def _bench_servers(
+    settings: ServingSettings,
+    console: Console,
+    errors: Console,
+    json_path: Path | None,
+    html_path: Path | None,
+) -> None:
+    from vllm_ext.bench_serving import run_serving
+
+    try:
+        with _progress(errors) as begin:
+            report = run_serving(settings, begin)
+    except RuntimeError as error:
+        errors.print(f"[red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
+        raise typer.Exit(1) from None
+    show(console, report)
+    asked = _asked(settings.base, settings.base.dtype) | {
+        "loads": [str(load) for load in settings.loads],
+        "input_tokens": settings.input_tokens,
+        "ignore_eos": settings.fixed_output,
+        "serve_args": list(settings.serve_args),
+        "urls": [f"{label}={url}" for label, url in settings.urls],
+    }
+    content = {"environment": environment(asked), "notices": report.notices, "serving": report.rows}
+    _write(content, json_path, html_path, errors)
+    if any(row["errors"] for row in report.rows):
+        raise typer.Exit(1)
+
+
+def _write(content: dict[str, Any], json_path: Path | None, html_path: Path | None, errors: Console) -> None:
+    """The files that were asked for, and the notices."""
     if json_path is not None:
         json_path.write_text(json.dumps(content, indent=2) + "\n")
     if html_path is not None:
         name = "this run, saved nowhere else" if json_path is None else json_path.name
         html_path.write_text(_html()([(name, content)]), encoding="utf-8")
-    for notice in report.notices:
+    for notice in content["notices"]:
         errors.print(f"[yellow]note:[/] {escape(notice)}", highlight=False, soft_wrap=True)
-    for line in report.wrong:
-        errors.print(f"[red]wrong:[/] {escape(line)}", highlight=False, soft_wrap=True)
-    if report.wrong:
-        raise typer.Exit(1)
 
 
 def report_command(
@@ -196,7 +300,7 @@ def check_folder(option: str, path: Path | None) -> None:
 def _html() -> Callable[[Sequence[tuple[str, Any]]], str]:
     """What makes the page. Only here: a server, and a bench without a page, need no matplotlib."""
     with needs_report():
-        from vllm_ext.bench_report import html
+        from vllm_ext.bench_page import html
     return html
 
 
@@ -218,6 +322,12 @@ def needs_report() -> Iterator[None]:
 
 
 def _run(settings: Settings, console: Console) -> Report:
+    with _progress(console) as begin:
+        return run(settings, begin)
+
+
+@contextmanager
+def _progress(console: Console) -> Iterator[Callable[[str, int, int], None]]:
     # One redraw a second: the bar shares this process with the engines' clients.
     with Progress(
         TextColumn("{task.description}"),
@@ -230,9 +340,8 @@ def _run(settings: Settings, console: Console) -> Report:
         transient=True,
     ) as bar:
         task = bar.add_task("loading", total=None)
-        return run(
-            settings,
-            lambda what, done, total: bar.update(task, description=escape(what), completed=done, total=total),
+        yield lambda what, done, total: bar.update(
+            task, description=escape(what), completed=done, total=total
         )
 
 

@@ -62,22 +62,18 @@ class Section:
     environments: list[tuple[str, str, list[tuple[str, str]]]]  # file, command, what it ran on
 
 
-def html(documents: Sequence[tuple[str, Any]]) -> str:
-    """The page.
+def sections(documents: Sequence[tuple[str, Any]]) -> list[Section]:
+    """What the page shows of benches of engines.
 
     Args:
-        documents: file name and parsed JSON of each, from ``vllm-ext bench --json`` or scripts/bench_load.py.
-            Those made under the same conditions are joined; others are shown one after the other.
+        documents: file name and parsed JSON of each. Those made under the same conditions are joined.
 
     Raises:
-        ValueError: none, or one that is not of the bench; the message names it.
+        ValueError: one that is not of the bench; the message names it.
     """
-    if not documents:
-        raise ValueError("no figures to show; give at least one JSON file.")
     found = comparisons(documents)
     keys = method_keys([run.label for comparison in found for run in comparison.runs])
-    sections = [_section(comparison, keys, number) for number, comparison in enumerate(found)]
-    return render("bench_report.html.jinja", sections=sections)
+    return [_section(comparison, keys, number) for number, comparison in enumerate(found)]
 
 
 def render(template: str, **values: Any) -> str:
@@ -98,25 +94,13 @@ def _section(comparison: Comparison, keys: dict[str, Key], number: int) -> Secti
     first = environments[0]
     model = str(first.get("model", "")).rstrip("/").rpartition("/")[2] or "unknown model"
     sizes = ", ".join(map(str, comparison.batch_sizes))
-    facts = [
-        first.get("dtype"),
-        f"batch size {sizes}",
-        _counted(comparison.runs[0].prompts, "prompt"),
-        _counted(first.get("max_tokens"), "token", " an answer"),
-        f"temperature {first['temperature']:g}" if first.get("temperature") else None,
-        _counted(first.get("rounds"), "round"),
-        first.get("cpu_model"),
-        _counted(first.get("cores", first.get("cpus")), "core"),
-        f"vLLM {first['vllm']}" if "vllm" in first else None,
-        str(first.get("date", ""))[:10],
-    ]
     plots = [] if comparison.load else _category_plots(comparison, keys, f"s{number}")
     plots += _node_plots(comparison, keys, f"s{number}nodes")
     plots += _batch_plots(comparison, keys, f"s{number}batch")
     verdict, wrong = _verdict(comparison)
     return Section(
         title=model,
-        conditions=", ".join(str(fact) for fact in facts if fact),
+        conditions=conditions_of(first, f"batch size {sizes}", comparison.runs[0].prompts),
         verdict=verdict,
         wrong=wrong,
         legend=[keys[label] for label in dict.fromkeys(run.label for run in comparison.runs)],
@@ -124,11 +108,34 @@ def _section(comparison: Comparison, keys: dict[str, Key], number: int) -> Secti
         summaries=[summary(comparison, keys, size) for size in comparison.batch_sizes],
         plots=plots,
         remarks=_remarks(comparison),
-        environments=[
-            (name, shlex.join(map(str, entry.get("command_line") or [])), listed(entry))
-            for name, entry in comparison.files
-        ],
+        environments=environments_of(comparison.files),
     )
+
+
+def conditions_of(environment: dict[str, Any], load: str, prompts: int | None) -> str:
+    """One line: what was run on what."""
+    facts = [
+        environment.get("dtype"),
+        load,
+        _counted(prompts, "prompt"),
+        _counted(environment.get("max_tokens"), "token", " an answer"),
+        f"temperature {environment['temperature']:g}" if environment.get("temperature") else None,
+        _counted(environment.get("rounds"), "round"),
+        environment.get("cpu_model"),
+        _counted(environment.get("cores", environment.get("cpus")), "core"),
+        f"vLLM {environment['vllm']}" if "vllm" in environment else None,
+        str(environment.get("date", ""))[:10],
+    ]
+    return ", ".join(str(fact) for fact in facts if fact)
+
+
+def environments_of(
+    files: Sequence[tuple[str, dict[str, Any]]],
+) -> list[tuple[str, str, list[tuple[str, str]]]]:
+    """File, command, and what it ran on."""
+    return [
+        (name, shlex.join(map(str, entry.get("command_line") or [])), listed(entry)) for name, entry in files
+    ]
 
 
 def _breakable(text: str) -> Markup:

@@ -95,7 +95,7 @@ def comparisons(documents: Sequence[tuple[str, Any]]) -> list[Comparison]:
     """
     found: list[Comparison] = []
     for raw_name, raw in documents:
-        name, document = _printable(raw_name), _printable(raw)
+        name, document = printable(raw_name), printable(raw)
         if not isinstance(document, dict) or not ({"runs", "rows"} & set(document)):
             raise ValueError(f"{name}: holds neither `runs` nor `rows`; {WAY_OUT}")
         load = "rows" in document
@@ -109,7 +109,7 @@ def comparisons(documents: Sequence[tuple[str, Any]]) -> list[Comparison]:
             runs = TypeAdapter(list[Run]).validate_python(entries)
             notices = TypeAdapter(list[str]).validate_python(document.get("notices", []))
         except (ValidationError, TypeError, KeyError, AttributeError) as error:
-            raise ValueError(f"{name}: {_reason(error)}; {WAY_OUT}") from None
+            raise ValueError(f"{name}: {reason(error)}; {WAY_OUT}") from None
         if not runs:
             raise ValueError(f"{name}: holds no run; {WAY_OUT}")
         conditions = {key: environment.get(key) for key in CONDITIONS}
@@ -151,17 +151,19 @@ def _load_runs(rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
                 }
 
 
-def _printable(value: Any) -> Any:
+def printable(value: Any) -> Any:
+    """Parsed JSON without what no page can hold."""
     if isinstance(value, str):
         return UNPRINTABLE.sub("\ufffd", value)
     if isinstance(value, list):
-        return [_printable(item) for item in value]
+        return [printable(item) for item in value]
     if isinstance(value, dict):
-        return {_printable(key): _printable(item) for key, item in value.items()}
+        return {printable(key): printable(item) for key, item in value.items()}
     return value
 
 
-def _reason(error: Exception) -> str:
+def reason(error: Exception) -> str:
+    """What was wrong with a document, with the field's name."""
     if isinstance(error, ValidationError):
         problem = error.errors()[0]
         return f"{'.'.join(map(str, problem['loc']))}: {problem['msg']}"

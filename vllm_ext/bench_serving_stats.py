@@ -57,6 +57,7 @@ def summarise(
     wall_s = sum(turn.wall_s for turn in turns)
     good = sum(_is_good(reply, limits_ms) for reply in replies)
     return {
+        "load": str(load),
         "label": label,
         "concurrency": load.concurrency,
         "request_rate": load.rate,
@@ -119,3 +120,19 @@ def _step_s(turns: Sequence[Turn]) -> float | None:
 def _is_good(reply: Reply, limits_ms: dict[str, float]) -> bool:
     found = {"ttft": reply.ttft_s, "tpot": reply.tpot_s or 0.0, "e2el": reply.latency_s}
     return all(found[name] * 1000 <= limit for name, limit in limits_ms.items())
+
+
+def number(value: float | None, form: str, unit: str = "") -> str:
+    """A figure, or a dash for none."""
+    return "-" if value is None else f"{value:{form}}{unit}"
+
+
+def latency(row: dict[str, Any], name: str) -> str:
+    """Milliseconds, with more digits for few."""
+    values = [row[f"{name}_p{percent}_ms"] for percent in PERCENTILES]
+    return " / ".join(number(value, ".1f" if value is not None and value < 10 else ".0f") for value in values)
+
+
+def same(row: dict[str, Any]) -> str:
+    """How many answers are plain's."""
+    return "-" if row["same_as_plain"] is None else f"{row['same_as_plain']}/{row['requests']}"

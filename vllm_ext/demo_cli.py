@@ -66,6 +66,7 @@ def demo_command(
     import shlex
 
     from vllm_ext import demo, demo_model
+    from vllm_ext.local_server import wait_until_ready
 
     console = Console()
     config = json.loads(method) if method.startswith("{") else {"method": method}
@@ -82,7 +83,7 @@ def demo_command(
             for server in servers:
                 console.print(f"$ {shlex.join(server.command)}", soft_wrap=True, highlight=False)
             with console.status("starting both servers (about a minute) ..."):
-                for _ in demo.wait_until_ready(servers):
+                for _ in wait_until_ready(servers):
                     pass
             columns = [_Column(server) for server in servers]
             _answer(console, columns, questions, max_tokens)

@@ -17,7 +17,9 @@ from collections.abc import Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
+
+Own = TypeVar("Own", bound="LocalServer")
 
 START_TIMEOUT_S = 600
 END_TIMEOUT_S = 30
@@ -54,7 +56,7 @@ class LocalServer:
             self.command += ["--speculative-config", json.dumps(speculative_config)]
         self._process: subprocess.Popen[bytes] | None = None
 
-    def __enter__(self) -> LocalServer:
+    def __enter__(self: Own) -> Own:
         environment = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1"}
         with self.log.open("wb") as log:
             self._process = subprocess.Popen(
@@ -89,14 +91,13 @@ class LocalServer:
         except (urllib.error.URLError, OSError):
             return False
 
+    def metric(self, name: str, label: str = "") -> float:
+        """Sum of a counter over its labels, or over those with ``label="value"``, from `/metrics`.
 
-def metric(url: str, name: str, label: str = "") -> float:
-    """Sum of a counter over its labels, or over those with ``label="value"``, from a server's ``/metrics``.
-
-    Raises:
-        OSError: the server does not answer.
-    """
-    return sum(value for labels, value in _lines(metrics_page(url), name) if label in labels)
+        Raises:
+            OSError: the server does not answer.
+        """
+        return sum(value for labels, value in _lines(metrics_page(self.url), name) if label in labels)
 
 
 def metrics_page(url: str) -> str:

@@ -47,6 +47,7 @@ GAUGES = {
     "spec_budget_nodes_per_request": "Draft nodes per request the goodput budget chose last.",
     "spec_budget_gain": "Tokens per second the budget expects, as a multiple of not speculating.",
     "spec_budget_step_seconds": "Step time the budget predicts for its choice.",
+    "spec_budget_target_efficiency": "Predicted time of a step without drafts over that of the budget's choice.",
     "spec_budget_correction": "Accepted drafts as a multiple of those the drafter predicted, recently.",
 }
 

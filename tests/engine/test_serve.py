@@ -11,12 +11,15 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
 from helpers import own_prompts
+from typer.testing import CliRunner
 
-from vllm_ext import demo
+from vllm_ext import demo, local_server
+from vllm_ext.cli import app
 from vllm_ext.trie_build import build
 
 pytestmark = pytest.mark.engine
@@ -41,7 +44,7 @@ def server(model_dir: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator
         server.command += ["--additional-config", json.dumps(ours)]
         with server:
             patch.undo()
-            for _ in demo.wait_until_ready([server]):
+            for _ in local_server.wait_until_ready([server]):
                 pass
             yield server
 
@@ -245,3 +248,30 @@ def test_a_bad_option_ends_start_up_before_the_model_is_loaded(model_dir: str) -
     assert done.returncode != 0
     assert "matrix_width=0 is not allowed; allowed: integer, 1 to 32" in done.stderr + done.stdout
     assert "load model" not in done.stderr + done.stdout
+
+
+def test_a_bench_of_a_running_server(server: demo.Server, model_dir: str, tmp_path: Path) -> None:
+    prompts, figures, page = tmp_path / "p.jsonl", tmp_path / "out.json", tmp_path / "out.html"
+    prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in own_prompts()[:8]))
+    command = (
+        f"bench --model {model_dir} --prompts {prompts} --url here={server.url} --url again={server.url}"
+    )
+    command += (
+        f" --concurrency 1,2 --rounds 1 --max-tokens 8 --ignore-eos --goodput e2el:100000 --json {figures}"
+    )
+    result = CliRunner().invoke(app, [*command.split(), "--html", str(page)])
+    assert result.exit_code == 0, result.output
+    rows = json.loads(figures.read_text())["serving"]
+    assert [(row["label"], row["concurrency"]) for row in rows] == [
+        (label, flying) for flying in (1, 2) for label in ("here", "again")
+    ]
+    for row in rows:
+        assert row["requests"] == 4
+        assert row["output_tokens"] == 8 * row["requests"]
+        assert row["same_as_plain"] == row["requests"]
+        assert row["goodput_share"] == 1.0
+        assert 0 < row["itl_p50_ms"] <= row["itl_p99_ms"]
+        assert 1.0 <= row["tokens_per_step"] <= 5.0
+        assert row["engine_steps"] > 0
+    assert "<svg" in page.read_text()
+    assert "between pieces" in result.output

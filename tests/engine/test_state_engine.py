@@ -12,7 +12,7 @@ from conftest import SHUTDOWN_SECONDS, engine
 from helpers import assert_same_outputs, own_prompts
 from vllm import SamplingParams
 
-from vllm_ext import demo
+from vllm_ext import demo, local_server
 
 pytestmark = pytest.mark.engine
 
@@ -72,7 +72,7 @@ def test_a_server_saves_when_it_is_terminated(slice_dir: str, tmp_path: Path) ->
     def serve() -> tuple[demo.Server, dict[str, float], str]:
         server = demo.Server("tested", slice_dir, "float32", method)
         with server:
-            for _ in demo.wait_until_ready([server]):
+            for _ in local_server.wait_until_ready([server]):
                 pass
             *_, answer = server.stream(prompt, 40)
             assert isinstance(answer, demo.Answer)

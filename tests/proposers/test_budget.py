@@ -324,7 +324,16 @@ def test_state_names_the_choice() -> None:
     assert state["step_seconds"] == 1.0
     assert state["nodes_per_request"] == 1.5
     assert state["gain"] == pytest.approx((2 + 0.5 + 0.5 + 0.25) / 2)
+    assert state["target_efficiency"] == 1.0  # a node costs nothing here
     assert state["correction"] == 1.0
+
+
+def test_target_efficiency_is_plains_step_over_the_chosen_one() -> None:
+    budget = settled(KnownCost(linear(0.1)), 1)
+    nodes = budget.choose(names(1), [chain(0.9, 3)], 100)
+    seconds = linear(0.1)(np.array([1, 1 + nodes[0]]), 1, 100)
+    assert nodes[0] > 0
+    assert budget.state()["target_efficiency"] == pytest.approx(seconds[0] / seconds[1])
 
 
 # --------------------------------------------------------------------------- corrections and probes

@@ -133,3 +133,18 @@ def test_one_request_that_gets_few_tokens_at_first_is_no_verdict() -> None:
 def test_levels_that_are_none_are_refused() -> None:
     with pytest.raises(ValueError, match=r"levels=\[4, 8\] must be ascending and begin with 0"):
         LevelBudget([4, 8])
+
+
+def test_its_figures_are_those_of_the_machine() -> None:
+    budget = LevelBudget(LEVELS)
+    assert budget.state(4) == {"nodes_per_request": 0.0, "correction": 1.0}
+    for _ in range(2000):
+        level = budget.choose(4)
+        budget.observe(level, 4, round(TOKENS[level] * 4), FREE[level])
+    while budget.choose(4) != 16:
+        budget.interrupt()
+    state = budget.state(4)
+    assert state["nodes_per_request"] == 16.0
+    assert state["step_seconds"] == pytest.approx(FREE[16])
+    assert state["target_efficiency"] == pytest.approx(FREE[0] / FREE[16])
+    assert state["gain"] == pytest.approx(TOKENS[16] / TOKENS[0] * FREE[0] / FREE[16])

@@ -1,0 +1,29 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The bench's page, of both kinds of bench."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from vllm_ext.bench_report import render, sections
+from vllm_ext.bench_serving_report import serving_section
+
+
+def html(documents: Sequence[tuple[str, Any]]) -> str:
+    """The page.
+
+    Args:
+        documents: file name and parsed JSON of each, from ``vllm-ext bench --json`` or scripts/bench_load.py.
+            Those of engines made under the same conditions are joined; others are shown one after the other.
+
+    Raises:
+        ValueError: none, or one that is not of the bench; the message names it.
+    """
+    if not documents:
+        raise ValueError("no figures to show; give at least one JSON file.")
+    over_http = [(name, raw) for name, raw in documents if isinstance(raw, dict) and "serving" in raw]
+    engines = [document for document in documents if document not in over_http]
+    found = sections(engines) if engines else []
+    found += [serving_section(name, raw, number) for number, (name, raw) in enumerate(over_http)]
+    return render("bench_report.html.jinja", sections=found)

@@ -75,6 +75,12 @@ class LocalServer:
             self._process.kill()
             self._process.wait()
 
+    @property
+    def pid(self) -> int:
+        """Of the API server; only while it runs."""
+        assert self._process is not None
+        return self._process.pid
+
     def ready(self) -> bool:
         """Whether it answers.
 

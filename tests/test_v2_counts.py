@@ -12,14 +12,16 @@ import torch
 pytest.importorskip("vllm")
 
 from vllm_ext import metrics, v2_counts
+from vllm_ext.counter_file import ServerCounts
 from vllm_ext.v2_counts import ON_DEVICE, Counts
 
 
 def test_counts_arrive_a_step_later_and_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(metrics, "counter_path", lambda *_: tmp_path / "counters" / "file")
+    path = tmp_path / "file"
+    monkeypatch.setattr(metrics, "counter_path", lambda *_: path)
     config = SimpleNamespace(parallel_config=SimpleNamespace(rank=0, data_parallel_index=0))
     counts = Counts(config, torch.device("cpu"))
-    server = metrics.CounterFile(tmp_path / "counters" / "file", create=False)
+    server = ServerCounts(path)
     monkeypatch.setattr(v2_counts, "COPY_SECONDS", 0.0)
     counts.begin_step()
     counts.on_device += torch.tensor([3, 2, 4, 2])

@@ -62,7 +62,7 @@ def speculator(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> Iterator[HostS
     monkeypatch.setattr(v2_speculator, "BACKEND", "torch")
     alone = SimpleNamespace(broadcast=lambda tensor: tensor)
     monkeypatch.setattr(v2_host_speculator, "get_tp_group", lambda: alone)
-    monkeypatch.setattr(metrics, "counter_path", lambda *_: tmp_path / "counters" / "file")
+    monkeypatch.setattr(metrics, "counter_path", lambda *_: tmp_path / "file")
     monkeypatch.setattr(config.Settings, "proposer_class", Silent)
     speculation = {"method": "suffix_tree", "num_speculative_tokens": NODES}
     vllm_config = SimpleNamespace(

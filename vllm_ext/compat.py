@@ -357,6 +357,18 @@ HOOKS = (
         ("self", "scheduler_stats", "iteration_stats"),
         "exports our counters",
     ),
+    Hook("vllm.v1.engine.llm_engine", "LLMEngine.get_metrics", ("self",), "shows them in scripts"),
+    Hook("vllm.v1.metrics.reader", "Counter", ("name", "labels", "value"), "shows them in scripts"),
+    Hook("vllm.v1.metrics.reader", "Gauge", ("name", "labels", "value"), "shows them in scripts"),
+    Hook(
+        "vllm.v1.core.sched.scheduler",
+        "Scheduler.make_spec_decoding_stats",
+        (
+            *("self", "spec_decoding_stats", "num_draft_tokens", "num_accepted_tokens"),
+            *("num_invalid_spec_tokens", "request_id"),
+        ),
+        "lets vLLM count as drafts what was drafted",
+    ),
 )
 
 

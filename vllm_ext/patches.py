@@ -96,6 +96,27 @@ def read_requests() -> None:
     InputProcessor.process_inputs = process_inputs
 
 
+def show_counters() -> None:
+    """Let ``LLM.get_metrics()`` show our counters too. Idempotent.
+
+    It takes what Prometheus knows under names that begin with ``vllm:``, and a script's engine asks no plug-in for a
+    stat logger as a server's does. Engines without a method of ours are as before.
+    """
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    original = LLMEngine.get_metrics
+    if hasattr(original, "__wrapped__"):
+        return
+
+    @functools.wraps(original)
+    def get_metrics(self: Any) -> list[Any]:
+        from vllm_ext import metrics
+
+        return [*original(self), *metrics.snapshot(self.vllm_config)]
+
+    LLMEngine.get_metrics = get_metrics
+
+
 @contextmanager
 def multiply_few_rows_fast() -> Iterator[None]:
     """Let the layers of models that are loaded meanwhile multiply as in `linear_layers`, where they can.

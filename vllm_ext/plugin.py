@@ -153,6 +153,7 @@ def _create_engine_config(original: Any, engine_args: Any, *args: Any, **kwargs:
     if settings is not None and choice is not None:
         _check_method(vllm_config, settings, choice)
         patches.allow_all_sampling_parameters(DRAFTER_CLASS, DEVICE_DRAFTER)
+        patches.show_counters()
         # Not before: vLLM chooses one itself, and knows its own by name while it does.
         if choice.runner == "V1" and vllm_config.parallel_config.distributed_executor_backend == "mp":
             vllm_config.parallel_config.distributed_executor_backend = EXECUTOR_CLASS

@@ -16,6 +16,7 @@ import torch
 from vllm.logger import init_logger
 
 from vllm_ext import config, kv_cache, metrics, request_facts, rules
+from vllm_ext.counter_file import GAUGES, WorkerCounts
 from vllm_ext.draft_export import TOP_K, Export
 from vllm_ext.grammars import Grammar, Grammars, Masks, in_worker
 from vllm_ext.kernels.top_k import top_k_ids
@@ -80,12 +81,9 @@ class Drafter:
         self.proposed: dict[str, DraftTree] = {}
         # Why this model's drafts are chains; None where it can verify trees. Set once the caches are bound.
         self.chain_reason: str | None = None
-        self._counters: metrics.CounterFile | None = None
+        self._counters: WorkerCounts | None = None
         if vllm_config.parallel_config.rank == 0:
-            self._counters = metrics.CounterFile(
-                metrics.counter_path(vllm_config, vllm_config.parallel_config.data_parallel_index),
-                create=True,
-            )
+            self._counters = metrics.worker_counts(vllm_config)
         self.num_nodes = settings.options.num_speculative_tokens  # most of one request
         # Cuts what was drafted; where a model drafts, its own budget says before how much.
         self.budget: GoodputBudget | None = None
@@ -125,6 +123,8 @@ class Drafter:
         if self._export is not None:
             self._export.close()
             self._export = None
+        if self._counters is not None:
+            self._counters.remove()
 
     def propose(self, *args: Any, **kwargs: Any) -> list[list[int]]:
         """vLLM's own entry; ours is `step`. Reached only when our worker is not in place."""
@@ -305,7 +305,7 @@ class Drafter:
         """Put a budget's figures on /metrics."""
         if self._counters is not None:
             self._counters.set_gauges(
-                {name: state.get(name.removeprefix("spec_budget_"), 0.0) for name in metrics.GAUGES}
+                {name: state.get(name.removeprefix("spec_budget_"), 0.0) for name in GAUGES}
             )
 
     def _clock_step(self, runner: Any, trees: StepTrees) -> None:

@@ -58,8 +58,27 @@ class RulesScheduler(BranchScheduler):
             request.update_block_hashes()
         super().add_request(request)
 
+    def make_spec_decoding_stats(
+        self,
+        spec_decoding_stats: Any,
+        num_draft_tokens: int,
+        num_accepted_tokens: int,
+        num_invalid_spec_tokens: dict[str, int] | None,
+        request_id: str,
+    ) -> Any:
+        """vLLM's; a step with no real draft is none that drafted."""
+        if (num_invalid_spec_tokens or {}).get(request_id) == num_draft_tokens:
+            return spec_decoding_stats
+        return super().make_spec_decoding_stats(
+            spec_decoding_stats, num_draft_tokens, num_accepted_tokens, num_invalid_spec_tokens, request_id
+        )
+
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
-        """vLLM's."""
+        """vLLM's. It counts as drafts what it has filled a request's rows up with, unless it is told not to."""
+        drafts = scheduler_output.scheduled_spec_decode_tokens
+        if filled := {name: len(tokens) for name, tokens in drafts.items() if tokens and tokens[0] < 0}:
+            known = scheduler_output.num_invalid_spec_tokens or {}
+            scheduler_output.num_invalid_spec_tokens = {**known, **filled}
         for name, notes in getattr(model_runner_output, NOTES, {}).items():
             if name in self.requests:
                 self._notes.setdefault(name, {}).update(notes)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from vllm_ext import metrics
+from vllm_ext.counter_file import WorkerCounts
 
 # What the device counts, in this order: that of `vllm_ext.kernels.device_trees.walk`.
 ON_DEVICE = ("spec_draft_tokens", "spec_accepted_tokens", "spec_emitted_tokens", "spec_steps")
@@ -25,12 +26,9 @@ class Counts:
         self._copied: torch.Tensor | None = None
         self._copied_at = 0.0
         self._event: Any = None
-        self._file: metrics.CounterFile | None = None
+        self._file: WorkerCounts | None = None
         if vllm_config.parallel_config.rank == 0:
-            self._file = metrics.CounterFile(
-                metrics.counter_path(vllm_config, vllm_config.parallel_config.data_parallel_index),
-                create=True,
-            )
+            self._file = metrics.worker_counts(vllm_config)
 
     def count(self, name: str, amount: int = 1) -> None:
         """What the host knows."""
@@ -68,6 +66,11 @@ class Counts:
         self._take(self.on_device.cpu())
         self._copied = None
         return self._file.totals()
+
+    def close(self) -> None:
+        """The worker ends; may be called again."""
+        if self._file is not None:
+            self._file.remove()
 
     def reset(self) -> None:
         """As if nothing had been counted on the device yet; not in a step."""

@@ -40,6 +40,7 @@ class Worker(PlatformWorker):  # type: ignore[misc]  # vLLM is untyped to us
         try:
             if isinstance(speculator, TreeSpeculator):
                 speculator.close()
+                speculator.counts.close()
         finally:
             super().shutdown()
 

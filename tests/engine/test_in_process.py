@@ -19,14 +19,15 @@ SCRIPT = """
 import json, sys
 from vllm import LLM, SamplingParams
 model, method, prompts = sys.argv[1], json.loads(sys.argv[2]), json.loads(sys.argv[3])
-options = dict(dtype="float32", max_model_len=512, max_num_seqs=4, enforce_eager=True)
+options = dict(dtype="float32", max_model_len=512, max_num_seqs=4, enforce_eager=True, disable_log_stats=False)
 llm = LLM(model, speculative_config=method, **options)
 outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=24), use_tqdm=False)
-print("RESULT" + json.dumps([o.outputs[0].token_ids for o in outputs]))
+counters = {each.name: each.value for each in llm.get_metrics() if hasattr(each, "value")}
+print("RESULT" + json.dumps([[o.outputs[0].token_ids for o in outputs], counters]))
 """
 
 
-def run(slice_dir: str, method: dict[str, object]) -> list[list[int]]:
+def run(slice_dir: str, method: dict[str, object]) -> tuple[list[list[int]], dict[str, float]]:
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, slice_dir, json.dumps(method), json.dumps(own_prompts()[:4])],
         env={**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"},
@@ -37,8 +38,8 @@ def run(slice_dir: str, method: dict[str, object]) -> list[list[int]]:
     )
     assert done.returncode == 0, what_failed(done)
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("RESULT")]
-    result: list[list[int]] = json.loads(line.removeprefix("RESULT"))
-    return result
+    tokens, counters = json.loads(line.removeprefix("RESULT"))
+    return tokens, counters
 
 
 def test_in_process_engine_is_lossless(slice_dir: str, plain_slice_llm: Any) -> None:
@@ -46,4 +47,9 @@ def test_in_process_engine_is_lossless(slice_dir: str, plain_slice_llm: Any) -> 
         own_prompts()[:4], SamplingParams(temperature=0, max_tokens=24), use_tqdm=False
     )
     expected = [list(output.outputs[0].token_ids) for output in outputs]
-    assert_same_outputs(expected, run(slice_dir, {"method": "token_recycling"}))
+    tokens, counters = run(slice_dir, {"method": "token_recycling"})
+    assert_same_outputs(expected, tokens)
+    # Scripts see our counters too, and vLLM's own agree with them.
+    assert counters["vllm_ext:spec_emitted_tokens"] == sum(map(len, tokens))
+    drafted = counters["vllm_ext:spec_draft_tokens"]
+    assert 0 < drafted == counters["vllm:spec_decode_num_draft_tokens"]

@@ -89,6 +89,10 @@ def test_counters_on_the_metrics_page(server: demo.Server) -> None:
     assert new["spec_emitted_tokens"] == reply["usage"]["completion_tokens"] == 40
     assert new["spec_emitted_tokens"] == new["spec_steps"] + new["spec_accepted_tokens"]
     assert 0 < new["spec_accepted_tokens"] <= new["spec_draft_tokens"]
+    # Where one token of a prompt is left to compute vLLM fills its rows up as if there were drafts.
+    for _ in range(2):
+        complete(server, [504] * 129, 4)
+    assert read()["spec_draft_tokens"] > before["spec_draft_tokens"]
     # Ours and vLLM's own count the same drafts.
     assert server.metric("vllm:spec_decode_num_draft_tokens_total") == read()["spec_draft_tokens"]
     with urllib.request.urlopen(f"{server.url}/metrics") as response:

@@ -138,6 +138,10 @@ class WorkerCounts:
             self._gauges[place] = values[name]
         self._write()
 
+    def show_budget(self, state: Mapping[str, float]) -> None:
+        """A budget's figures, as its ``state`` names them; 0 for what it does not say."""
+        self.set_gauges({name: state.get(name.removeprefix("spec_budget_"), 0.0) for name in GAUGES})
+
     def totals(self) -> dict[str, int]:
         """All that was counted."""
         return dict(zip(COUNTERS, self._counted.tolist(), strict=True))

@@ -16,7 +16,7 @@ import torch
 from vllm.logger import init_logger
 
 from vllm_ext import config, kv_cache, metrics, request_facts, rules
-from vllm_ext.counter_file import GAUGES, WorkerCounts
+from vllm_ext.counter_file import WorkerCounts
 from vllm_ext.draft_export import TOP_K, Export
 from vllm_ext.grammars import Grammar, Grammars, Masks, in_worker
 from vllm_ext.kernels.top_k import top_k_ids
@@ -304,9 +304,7 @@ class Drafter:
     def _show(self, state: dict[str, float]) -> None:
         """Put a budget's figures on /metrics."""
         if self._counters is not None:
-            self._counters.set_gauges(
-                {name: state.get(name.removeprefix("spec_budget_"), 0.0) for name in GAUGES}
-            )
+            self._counters.show_budget(state)
 
     def _clock_step(self, runner: Any, trees: StepTrees) -> None:
         """Tell the budget what the step that ends now has cost.

@@ -20,6 +20,7 @@ from vllm.logger import init_logger
 
 from vllm_ext import config, runners, v1_attention
 from vllm_ext.proposers.level_budget import levels_of
+from vllm_ext.v2_counts import BUDGET
 from vllm_ext.v2_device_speculator import DeviceSpeculator
 from vllm_ext.v2_host_speculator import HostSpeculator
 from vllm_ext.v2_model_state import TreeState
@@ -122,6 +123,8 @@ class SpeculativeRunner:
     def add_requests(self, scheduler_output: Any) -> None:
         """vLLM's; then the drafter takes them in. vLLM calls it in each step, behind letting go of others."""
         self.speculator.counts.begin_step(idle=not scheduler_output.total_num_scheduled_tokens)
+        if (figures := getattr(scheduler_output, BUDGET, None)) is not None:
+            self.speculator.counts.show_budget(figures)
         self.speculator.finish(scheduler_output.finished_req_ids)
         super().add_requests(scheduler_output)  # type: ignore[misc]
         for request in scheduler_output.scheduled_new_reqs:

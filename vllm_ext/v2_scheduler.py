@@ -13,6 +13,9 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from vllm_ext.proposers.level_budget import LevelBudget, levels_of
+from vllm_ext.v2_counts import BUDGET
+
+SHOW_SECONDS = 0.5  # between two looks at the budget's figures
 
 
 class Budgeted:
@@ -32,12 +35,16 @@ class Budgeted:
         self._schedules = {level: [level] * (self.max_num_running_reqs + 1) for level in self.budget.levels}
         self._scheduled: dict[int, float] = {}  # by the output's identity, when it was made
         self._updated = 0.0
+        self._shown = 0.0
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         """vLLM's; the drafts that this step makes are as many as the budget says."""
         self.dynamic_sd_lookup = self._schedules[self.budget.choose(max(len(self.running), 1))]
         output = super().schedule(*args, **kwargs)  # type: ignore[misc]
-        self._scheduled[id(output)] = time.perf_counter()
+        now = self._scheduled[id(output)] = time.perf_counter()
+        if self.running and now - self._shown > SHOW_SECONDS:
+            self._shown = now
+            setattr(output, BUDGET, self.budget.state(len(self.running)))
         return output
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:

@@ -141,6 +141,11 @@ def test_the_goodput_budget(
     kinds = [sampling(max_tokens=40), sampling(max_tokens=40, temperature=0.8, seed=2)] * 2
     expected = tokens(generate(v2_plain, texts, kinds))
     assert_same_outputs(expected, tokens(generate(llm, texts, kinds)))
+    shown = {
+        each.name: each.value for each in llm.get_metrics() if each.name.startswith("vllm_ext:spec_budget")
+    }
+    assert shown["vllm_ext:spec_budget_target_efficiency"] > 0
+    assert shown["vllm_ext:spec_budget_step_seconds"] > 0
     rates = [scheduler.budget.rate(3, level) for level in scheduler.budget.levels]
     assert rates[0] is not None
     assert rates[1] is not None

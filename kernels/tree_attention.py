@@ -21,6 +21,9 @@ from vllm_ext.kernels.backends import Backend
 from vllm_ext.kernels.kv_layouts import sizes
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+MAX_HEAD_SIZE = (
+    256  # of "triton": two steps' keys and values of larger heads do not fit the shared memory of a GPU
+)
 
 
 @dataclass(frozen=True)
@@ -114,7 +117,8 @@ def tree_attention(
         output: shape and dtype of ``query``. Written at the rows of ``trees`` and nowhere else.
         trees: the rows, on query's device.
         scale: factor of the scores.
-        backend: "auto" takes numba on the CPU, triton on CUDA and torch elsewhere.
+        backend: "auto" takes numba on the CPU, triton on CUDA and torch elsewhere. "triton" takes a head_size of
+            MAX_HEAD_SIZE at most.
 
     Raises:
         ValueError: shapes, dtypes, strides or devices that do not fit.

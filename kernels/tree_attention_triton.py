@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 
 from vllm_ext.kernels.ancestor_bits import MAX_ROWS, WORDS
-from vllm_ext.kernels.tree_attention import TreeRows
+from vllm_ext.kernels.tree_attention import MAX_HEAD_SIZE, TreeRows
 
 LEAST_ROWS = 16  # of a tile: the least tl.dot takes
 LEAST_KEYS = 128  # of a share: below that, adding up costs more than is gained
@@ -99,7 +99,8 @@ def tree_attention_triton(
         splits: shares of each request's keys, MOST_SPLITS at most; None: as many as the device has use for.
 
     Raises:
-        ValueError: the caches have not four dimensions, or a request may have more than MAX_ROWS rows.
+        ValueError: the caches have not four dimensions, a head is larger than MAX_HEAD_SIZE, or a request may have
+            more than MAX_ROWS rows.
     """
     _check(key_cache, trees)
     launch, arguments, constants = _prepare(query, key_cache, value_cache, output, trees, prepared)
@@ -165,7 +166,8 @@ def attend_nodes_triton(
     """See `vllm_ext.kernels.attend_nodes.attend_nodes`, which validates all but the layout.
 
     Raises:
-        ValueError: the caches have not four dimensions, or a request may have more than MAX_ROWS rows.
+        ValueError: the caches have not four dimensions, a head is larger than MAX_HEAD_SIZE, or a request may have
+            more than MAX_ROWS rows.
     """
     _check(key_cache, trees)
     launch, arguments, constants = _prepare(query, key_cache, value_cache, output, trees, prepared)
@@ -201,6 +203,11 @@ def _check(key_cache: torch.Tensor, trees: TreeRows) -> None:
         raise ValueError(
             f"key_cache.shape={tuple(key_cache.shape)}: backend='triton' takes [num_blocks, num_kv_heads, block_size, "
             "head_size]; use backend='torch'"
+        )
+    if key_cache.shape[3] > MAX_HEAD_SIZE:
+        raise ValueError(
+            f"key_cache.shape={tuple(key_cache.shape)}: backend='triton' takes a head_size of {MAX_HEAD_SIZE} at most; "
+            "use backend='torch'"
         )
 
 

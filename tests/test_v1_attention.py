@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which layers take trees, and the forward passes of CUDA's backends through the interpreter."""
+"""Trees beside CUDA graphs, and the forward passes of CUDA's backends through the interpreter."""
 
 from __future__ import annotations
 
@@ -15,96 +15,15 @@ import torch
 
 pytest.importorskip("vllm")
 
+from attention_layers import layer
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from vllm_ext import v1_attention
 from vllm_ext.attention_forms import Fastest
-from vllm_ext.v1_attention_cpu import TreeCPUAttentionImpl
 from vllm_ext.v1_attention_flash import TreeFlashAttentionImpl, TreeFlashAttentionMetadataBuilder
 from vllm_ext.v1_attention_triton import TreeTritonAttentionMetadataBuilder
-from vllm_ext.v1_runner import SpeculativeRunner
-
-SUPPORTED: dict[str, Any] = {
-    "sliding_window": -1,
-    "alibi_slopes": None,
-    "logits_soft_cap": 0,
-    "sinks": None,
-    "kv_cache_dtype": "auto",
-    "attn_type": "decoder",
-}
-
-
-def layer(**features: Any) -> SimpleNamespace:
-    impl = v1_attention.TreeAttention()
-    vars(impl).update({**SUPPORTED, **features})
-    return SimpleNamespace(impl=impl)
-
-
-def cpu_layer(isa: str) -> SimpleNamespace:
-    impl: Any = object.__new__(TreeCPUAttentionImpl)
-    vars(impl).update(SUPPORTED)
-    return SimpleNamespace(impl=impl, isa=isa)
-
-
-def test_a_plain_decoder_layer_takes_trees() -> None:
-    assert v1_attention.layer_problem(layer()) is None
-    assert v1_attention.layer_problem(layer(sliding_window=(-1, -1))) is None
-
-
-@pytest.mark.parametrize("isa", ["vec", "vec16", "amx"])
-def test_which_layouts_take_trees(isa: str) -> None:
-    assert v1_attention.layer_problem(cpu_layer(isa)) is None
-
-
-@pytest.mark.parametrize(
-    ("changed", "reason"),
-    [
-        (layer(sliding_window=4096), "sliding window"),
-        (layer(sliding_window=(4095, 0)), "sliding window"),
-        (layer(alibi_slopes=[0.5]), "ALiBi"),
-        (layer(logits_soft_cap=30.0), "soft-cap"),
-        (layer(sinks=[0.0]), "sinks"),
-        (layer(kv_cache_dtype="fp8"), "quantised KV cache"),
-        (layer(attn_type="encoder_only"), "not a decoder's"),
-        (layer(batch_invariant_enabled=True), "VLLM_BATCH_INVARIANT"),
-        (cpu_layer("neon"), "layout 'neon'"),
-        (SimpleNamespace(impl=object()), "no tree attention"),  # FlashAttention, MLA
-        (SimpleNamespace(), "SimpleNamespace has no tree attention"),  # Mamba: a layer without an impl
-    ],
-)
-def test_what_has_to_draft_chains_and_why(changed: Any, reason: str) -> None:
-    problem = v1_attention.layer_problem(changed)
-    assert problem is not None
-    assert reason in problem
-
-
-@pytest.mark.parametrize(
-    ("changed", "reason"),
-    [
-        ({"uses_mrope": True}, "M-RoPE"),
-        ({"dcp_world_size": 2}, "decode_context_parallel_size=2"),
-        ({"model_config": SimpleNamespace(rswa_window=512)}, "reference sliding window"),
-        ({}, None),
-    ],
-)
-def test_what_a_whole_model_is_refused_trees_for(changed: dict[str, Any], reason: str | None) -> None:
-    names = ["a", "b"]
-    runner = SpeculativeRunner()
-    vars(runner).update(
-        {
-            "uses_mrope": False,
-            "dcp_world_size": 1,
-            "model_config": SimpleNamespace(rswa_window=None),
-            "compilation_config": SimpleNamespace(static_forward_context={name: layer() for name in names}),
-            "attn_groups": [[SimpleNamespace(layer_names=names)]],
-            **changed,
-        }
-    )
-    found = runner._chain_reason()
-    assert found is None if reason is None else reason in str(found)
-
 
 TRITON = """
 import numpy as np, torch
@@ -260,18 +179,19 @@ def test_what_is_timed_and_for_whom() -> None:
     Impl.choose(layers)
     assert layers[0].impl.fastest is layers[1].impl.fastest is not None
     assert layers[0].impl.fastest.form(1, 1) == "triton"
-    for layer in (cached_layer(4, "cuda"), cached_layer(3, "cpu")):
-        Impl.choose([layer])
-        assert layer.impl.fastest is None
+    for other in (cached_layer(4, "cuda"), cached_layer(3, "cpu")):
+        Impl.choose([other])
+        assert other.impl.fastest is None
 
 
 @pytest.mark.parametrize("builder", [TreeTritonAttentionMetadataBuilder, TreeFlashAttentionMetadataBuilder])
 def test_trees_stay_out_of_graphs_and_chains_in_them(builder: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     class Attention(AttentionLayerBase):  # type: ignore[misc]
         def __init__(self, **features: Any) -> None:
-            self.impl = layer(**features).impl
+            for name, value in vars(layer(**features)).items():
+                setattr(self, name, value)
 
-        def get_attn_backend(self) -> Any: ...
+        def get_attn_backend(self) -> Any: ...  # abstract; see __init__
 
         def get_kv_cache_spec(self, vllm_config: Any) -> Any: ...
 

@@ -55,8 +55,30 @@ def _member(of: Any, name: str) -> Any:
     return getattr(of, name)
 
 
+# What both runners' layers are asked, before they are given trees.
+_SPEC = "vllm.v1.kv_cache_interface"
+LAYER_HOOKS = (
+    *(
+        Hook("vllm.model_executor.layers.attention_layer_base", f"AttentionLayerBase.{name}", parameters, why)
+        for name, parameters, why in (
+            ("get_attn_backend", ("self",), "tells the backend of a layer"),
+            ("get_kv_cache_spec", ("self", "vllm_config"), "tells what a layer's cache is like"),
+        )
+    ),
+    *(
+        Hook(_SPEC, f"FullAttentionSpec.{field}", None, "plain causal attention has its default")
+        for field in ("sliding_window", "attention_chunk_size", "non_causal", "head_size_v", "kv_quant_mode")
+    ),
+    *(
+        Hook("vllm.v1.worker.utils", f"AttentionGroup.{field}", None, "what vLLM has made of layers")
+        for field in ("backend", "layer_names", "kv_cache_spec")
+    ),
+    Hook("vllm.envs", "VLLM_BATCH_INVARIANT", None, "chains where rows may not depend on the batch"),
+)
+
 _RUNNER = "vllm.v1.worker.gpu_model_runner"
 HOOKS = (
+    *LAYER_HOOKS,
     Hook(
         "vllm.engine.arg_utils",
         "EngineArgs.create_engine_config",

@@ -189,8 +189,9 @@ def _trees() -> Iterator[Check]:
     yield Check(
         "ok",
         "trees",
-        f"not with sliding windows, ALiBi, soft-cap, sinks, quantised KV cache, MLA, M-RoPE or decode context "
-        f"parallelism: {chains}, and the log says why",
+        "where each layer's KV cache spec, backend, implementation and metadata builder are exactly those we know: not "
+        "with sliding windows or chunks (Llama 4), ALiBi, soft-cap, sinks, quantised KV cache, MLA, M-RoPE, decode "
+        f"context parallelism or VLLM_BATCH_INVARIANT: {chains}, and the log names the layer and why",
     )
 
 

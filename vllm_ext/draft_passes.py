@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from vllm.forward_context import set_forward_context
 
-from vllm_ext import v1_attention
+from vllm_ext import tree_layers, v1_attention
 from vllm_ext.kernels.top_k import MAX_K, top_k_ids
 from vllm_ext.kernels.tree_attention import TreeRows
 from vllm_ext.proposers.draft_model import Rows
@@ -82,7 +82,7 @@ class DraftPasses(ABC):
         self._runner = runner
         context = self._target_config.compilation_config.static_forward_context
         for name in self.layers:
-            if problem := v1_attention.layer_problem(context[name]):
+            if problem := tree_layers.layer_problem(name, context[name], self._target_config):
                 raise ValueError(f"{self._what}: {problem}. {self.what_next}")
         found = [
             (group_id, group, names)

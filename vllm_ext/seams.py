@@ -7,7 +7,7 @@ too.
 
 from __future__ import annotations
 
-from vllm_ext.compat import HOOKS, Hook
+from vllm_ext.compat import HOOKS, LAYER_HOOKS, Hook
 
 _GPU = "vllm.v1.worker.gpu"
 _BATCH = f"{_GPU}.input_batch"
@@ -17,6 +17,7 @@ _SPECULATOR = f"{_GPU}.spec_decode.speculator"
 _OUTPUT = "vllm.v1.core.sched.output"
 
 V2_HOOKS = (
+    *LAYER_HOOKS,
     Hook("vllm.config", "VllmConfig.use_v2_model_runner", None, "tells which runner vLLM has chosen"),
     Hook(
         f"{_GPU}.spec_decode",

@@ -12,12 +12,13 @@ from typing import Any, ClassVar
 
 import torch
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
-from vllm.v1.attention.backend import AttentionCGSupport, AttentionType
+from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
+from vllm_ext import tree_layers
 from vllm_ext.kernels.backends import Backend
 from vllm_ext.kernels.kv_layouts import tokens_at
-from vllm_ext.kernels.tree_attention import TreeRows, tree_attention
+from vllm_ext.kernels.tree_attention import MAX_HEAD_SIZE, TreeRows, tree_attention
 
 # The attribute of vLLM's attention metadata that carries ours.
 TREES = "vllm_ext_trees"
@@ -142,8 +143,12 @@ class OutOfGraphs:
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> Any:
         """vLLM's ``AttentionMetadataBuilder.get_cudagraph_support``."""
-        layers = vllm_config.compilation_config.static_forward_context.values()
-        if any(layer_problem(layer) for layer in layers if isinstance(layer, AttentionLayerBase)):
+        layers = vllm_config.compilation_config.static_forward_context
+        if any(
+            tree_layers.layer_problem(name, layer, vllm_config)
+            for name, layer in layers.items()
+            if isinstance(layer, AttentionLayerBase)
+        ):
             return super().get_cudagraph_support(vllm_config, kv_cache_spec)  # type: ignore[misc]
         return AttentionCGSupport.NEVER
 
@@ -159,6 +164,12 @@ def register() -> None:
         AttentionBackendEnum.TRITON_ATTN, "vllm_ext.v1_attention_triton.TreeTritonAttentionBackend"
     )
     register_backend(AttentionBackendEnum.FLASH_ATTN, "vllm_ext.v1_attention_flash.TreeFlashAttentionBackend")
+
+
+def head_problem(layer: Any) -> str | None:
+    """`TreeAttention.layout_problem` of the backends that go by the Triton kernel."""
+    size = layer.impl.head_size
+    return None if size <= MAX_HEAD_SIZE else f"head size {size} (at most {MAX_HEAD_SIZE})"
 
 
 def halves(kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -204,27 +215,3 @@ def chains(requests: int, rows: int, context: int, kv_cache: torch.Tensor) -> Tr
         parents=parent.repeat(requests),
         max_rows=rows,
     )
-
-
-def layer_problem(layer: Any) -> str | None:
-    """Why a layer cannot attend over trees, or None."""
-    impl = getattr(layer, "impl", None)
-    if hasattr(impl, "codec"):
-        return None  # `v1_kv_cache` has refused what it cannot do
-    if not isinstance(impl, TreeAttention):
-        return (
-            f"{type(impl or layer).__name__} has no tree attention (on CUDA, --attention-backend FLASH_ATTN and "
-            "TRITON_ATTN have)"
-        )
-    features: dict[str, Any] = {
-        "sliding window": getattr(impl, "sliding_window", None) not in (None, -1, (-1, -1)),
-        "ALiBi": getattr(impl, "alibi_slopes", None) is not None,
-        "logits soft-cap": bool(getattr(impl, "logits_soft_cap", None)),
-        "attention sinks": getattr(impl, "sinks", None) is not None,
-        "quantised KV cache": getattr(impl, "kv_cache_dtype", "auto") not in ("auto", "float16", "bfloat16"),
-        "attention that is not a decoder's": impl.attn_type != AttentionType.DECODER,
-        # How keys are shared out depends on the batch.
-        "VLLM_BATCH_INVARIANT": bool(getattr(impl, "batch_invariant_enabled", False)),
-    }
-    problem = next((feature for feature, present in features.items() if present), impl.layout_problem(layer))
-    return problem and f"{problem} is not supported by the tree attention kernel"

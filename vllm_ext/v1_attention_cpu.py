@@ -11,6 +11,7 @@ from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, CPUAttentio
 
 from vllm_ext.kernels.kv_layouts import amx_layout, sizes, vec_layout
 from vllm_ext.kernels.kv_move import Places, move_tokens
+from vllm_ext.tree_layers import takes_trees
 from vllm_ext.v1_attention import TreeAttention
 
 # By vLLM's names.
@@ -56,6 +57,7 @@ class TreeCPUAttentionImpl(TreeAttention, CPUAttentionBackendImpl):  # type: ign
         return None if layer.isa in LAYOUTS else f"KV cache layout {layer.isa!r}"
 
 
+@takes_trees
 class TreeCPUAttentionBackend(CPUAttentionBackend):  # type: ignore[misc]
     """vLLM's backend with the implementation above."""
 

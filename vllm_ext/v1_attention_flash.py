@@ -24,7 +24,8 @@ from vllm.v1.attention.backends.flash_attn import (
 from vllm_ext.attention_forms import Fastest, seconds_in_graph
 from vllm_ext.kernels.attend_nodes import attend_nodes
 from vllm_ext.kernels.tree_attention import TreeRows, tree_attention
-from vllm_ext.v1_attention import OutOfGraphs, TreeAttention, TreeMetadata, chains, halves
+from vllm_ext.tree_layers import takes_trees
+from vllm_ext.v1_attention import OutOfGraphs, TreeAttention, TreeMetadata, chains, halves, head_problem
 
 logger = init_logger("vllm.vllm_ext")
 
@@ -50,6 +51,11 @@ class TreeFlashAttentionImpl(TreeAttention, FlashAttentionImpl):  # type: ignore
     def make_views(layer: Any, kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """See `TreeAttention.make_views`."""
         return halves(kv_cache)
+
+    @staticmethod
+    def layout_problem(layer: Any) -> str | None:
+        """See `TreeAttention.layout_problem`."""
+        return head_problem(layer)
 
     @staticmethod
     def context_attention(**arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -176,6 +182,7 @@ class TreeFlashAttentionMetadataBuilder(OutOfGraphs, FlashAttentionMetadataBuild
     """See `OutOfGraphs`."""
 
 
+@takes_trees
 class TreeFlashAttentionBackend(FlashAttentionBackend):  # type: ignore[misc]
     """vLLM's backend with the two above."""
 

@@ -12,7 +12,8 @@ from vllm.v1.attention.backends.triton_attn import (
     TritonAttentionMetadataBuilder,
 )
 
-from vllm_ext.v1_attention import OutOfGraphs, TreeAttention, halves
+from vllm_ext.tree_layers import takes_trees
+from vllm_ext.v1_attention import OutOfGraphs, TreeAttention, halves, head_problem
 
 
 class TreeTritonAttentionImpl(TreeAttention, TritonAttentionImpl):  # type: ignore[misc]
@@ -23,11 +24,17 @@ class TreeTritonAttentionImpl(TreeAttention, TritonAttentionImpl):  # type: igno
         """See `TreeAttention.make_views`."""
         return halves(kv_cache)
 
+    @staticmethod
+    def layout_problem(layer: Any) -> str | None:
+        """See `TreeAttention.layout_problem`."""
+        return head_problem(layer)
+
 
 class TreeTritonAttentionMetadataBuilder(OutOfGraphs, TritonAttentionMetadataBuilder):  # type: ignore[misc]
     """See `OutOfGraphs`."""
 
 
+@takes_trees
 class TreeTritonAttentionBackend(TritonAttentionBackend):  # type: ignore[misc]
     """vLLM's backend with the two above."""
 

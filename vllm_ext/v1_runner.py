@@ -28,7 +28,7 @@ from vllm.v1.sample.logits_processor import (
 )
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
-from vllm_ext import cpu, linear_layers, v1_attention, v1_executor
+from vllm_ext import cpu, linear_layers, tree_layers, v1_attention, v1_executor
 from vllm_ext.kernels.tree_attention import TreeRows
 from vllm_ext.proposers.step_cost import StepCost
 from vllm_ext.proposers.tree import Int32
@@ -87,12 +87,7 @@ class SpeculativeRunner(RuledRunner):
             return "multimodal rotary positions (M-RoPE) are not supported"
         if runner.dcp_world_size > 1:
             return f"decode_context_parallel_size={runner.dcp_world_size} is not supported"
-        if getattr(runner.model_config, "rswa_window", None) is not None:
-            return "reference sliding window attention is not supported"
-        for layer in self._attention_layers():
-            if problem := v1_attention.layer_problem(layer):
-                return problem
-        return None
+        return tree_layers.model_problem(runner.vllm_config, runner.attn_groups)
 
     def _attention_layers(self) -> list[Any]:
         runner: Any = self

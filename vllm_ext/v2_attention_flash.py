@@ -11,6 +11,7 @@ from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend, FlashAt
 
 from vllm_ext import v1_attention_flash
 from vllm_ext.kernels.backends import Backend
+from vllm_ext.tree_layers import takes_trees
 from vllm_ext.v2_attention_triton import TreeTritonAttentionImpl
 from vllm_ext.v2_speculator import BACKEND
 
@@ -32,6 +33,7 @@ class TreeFlashAttentionMetadataBuilder(FlashAttentionMetadataBuilder):  # type:
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
 
 
+@takes_trees
 class TreeFlashAttentionBackend(FlashAttentionBackend):  # type: ignore[misc]
     """vLLM's backend with the two above."""
 

@@ -13,6 +13,7 @@ from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend, Trito
 from vllm_ext import v1_attention_triton
 from vllm_ext.kernels.backends import Backend
 from vllm_ext.kernels.path_move import Caches, move_paths
+from vllm_ext.tree_layers import takes_trees
 from vllm_ext.v2_speculator import BACKEND
 
 
@@ -43,6 +44,7 @@ class TreeTritonAttentionMetadataBuilder(TritonAttentionMetadataBuilder):  # typ
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
 
 
+@takes_trees
 class TreeTritonAttentionBackend(TritonAttentionBackend):  # type: ignore[misc]
     """vLLM's backend with the two above."""
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from vllm.logger import init_logger
 
-from vllm_ext import config, runners, v1_attention
+from vllm_ext import config, runners, tree_layers, v1_attention
 from vllm_ext.proposers.level_budget import levels_of
 from vllm_ext.v2_counts import BUDGET
 from vllm_ext.v2_device_speculator import DeviceSpeculator
@@ -100,13 +100,7 @@ class SpeculativeRunner:
             return f"decode_context_parallel_size={runner.dcp_size} is not supported"
         if runner.pcp_manager is not None:
             return "prefill context parallelism is not supported"
-        context = runner.compilation_config.static_forward_context
-        for groups in runner.attn_groups:
-            for group in groups:
-                for name in group.layer_names:
-                    if problem := v1_attention.layer_problem(context[name]):
-                        return problem
-        return None
+        return tree_layers.model_problem(runner.vllm_config, runner.attn_groups)
 
     def _make_kv_movers(self) -> Any:
         """For each group of layers with caches of their own its KV group and what copies in it."""

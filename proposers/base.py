@@ -214,6 +214,41 @@ def chains_where_asked(requests: Sequence[Request], trees: Sequence[DraftTree]) 
     ]
 
 
+def propose_apart(
+    proposer: Proposer, requests: Sequence[Request], fault: Callable[[str], None]
+) -> list[DraftTree]:
+    """`Proposer.propose`, of which a fault costs the request whose it is its draft, and no other.
+
+    Args:
+        proposer: asked once; where that fails for each request alone.
+        requests: any.
+        fault: told, in an except block, the id of each request that goes without; or of all, where each alone is fine.
+
+    Returns:
+        A tree for each request, in the same order.
+    """
+    faults = 0
+
+    def alone(request: Request) -> list[DraftTree]:
+        nonlocal faults
+        try:
+            return proposer.propose([request])
+        except Exception:
+            faults += 1
+            fault(request.request_id)
+            return [DraftTree.empty()]
+
+    if len(requests) == 1:
+        return alone(requests[0])
+    try:
+        return proposer.propose(requests)
+    except Exception:
+        trees = [tree for request in requests for tree in alone(request)]
+        if not faults:
+            fault(", ".join(request.request_id for request in requests))
+        return trees
+
+
 def practise(proposer: Proposer, tokens: Int32) -> None:
     """Take one request through a proposer: numba then has compiled what it calls, for all of its types.
 

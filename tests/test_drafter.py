@@ -316,6 +316,59 @@ def test_a_fault_costs_drafts_not_requests(
     assert step(drafter, runner, [0], [[4]]) == [[7, 8, 9]]
 
 
+@pytest.mark.parametrize("where", ["start", "propose"])
+def test_a_fault_of_one_request_costs_no_other(
+    drafter: Drafter, recorder: Recorder, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    def fail(given: Any) -> Any:
+        if "b" in [request.request_id for request in (given if where == "propose" else [given])]:
+            raise ZeroDivisionError
+        return works(given)
+
+    works = getattr(recorder, where)
+    runner = Runner({name: ([1], [4], params()) for name in "abc"}, [[1], [1], [1]])
+    with monkeypatch.context() as patch:
+        patch.setattr(recorder, where, fail)
+        assert step(drafter, runner, [0, 0, 0], [[4], [4], [4]]) == [[7, 8, 9], [], [7, 8, 9]]
+    assert drafter.counters()["fallbacks:proposer_error"] == 1
+    assert step(drafter, runner, [0, 0, 0], [[4], [4], [4]]) == [[7, 8, 9]] * 3
+    assert sorted(recorder.started) == ["a", "b", "c"]
+
+
+class FailingGrammars:
+    """Of requests "a" and "b", of which the first's grammar fails."""
+
+    def __init__(self) -> None:
+        self.given_up: list[str] = []
+        self.asked: list[str] = []
+
+    def has(self, request_id: str) -> bool:
+        return request_id in ("a", "b")
+
+    def of(self, request_id: str, output: Sequence[int]) -> Any:
+        return None if request_id in self.given_up else request_id
+
+    def tree(self, grammar: str, request: Request, tree: DraftTree) -> DraftTree:
+        self.asked.append(grammar)
+        if grammar == "a":
+            raise UnicodeDecodeError("utf-8", b"\xd0", 0, 1, "unexpected end of data")
+        return tree.prefix(1)
+
+    def give_up(self, request_id: str) -> None:
+        self.given_up.append(request_id)
+
+
+def test_a_grammars_fault_costs_its_request_the_drafts(drafter: Drafter) -> None:
+    """And is not asked again: nobody knows how many tokens it has taken."""
+    drafter.grammars = grammars = FailingGrammars()  # type: ignore[assignment]
+    runner = Runner({name: ([1], [4], params()) for name in "abc"}, [[1], [1], [1]])
+    for _ in range(2):
+        assert step(drafter, runner, [0, 0, 0], [[4], [4], [4]]) == [[], [7], [7, 8, 9]]
+    assert grammars.asked == ["a", "b", "b"]
+    assert drafter.counters()["fallbacks:proposer_error"] == 1
+    assert drafter.counters()["fallbacks:no_grammar"] == 1
+
+
 BRANCHING = DraftTree(
     np.array([7, 8, 9], np.int32), np.array([-1, -1, 0], np.int32), np.array([0.5, 0.3, 0.2], np.float32)
 )

@@ -88,6 +88,34 @@ def test_forced_text_is_drafted_as_the_tokenizer_has_it(found: Grammars, output:
     assert not found.has("r")
 
 
+@pytest.mark.parametrize(
+    ("words", "forced"),
+    [("да|де", "д"), ("あか|いろ", ""), ("été|être", ""), ("ждём|ждут", "жд"), ("yes|yet", "ye")],
+)
+def test_forced_text_ends_with_a_whole_character(found: Grammars, words: str, forced: str) -> None:
+    """Found: xgrammar tells the bytes that all alternatives begin with, and fails where they are no text."""
+    params = SamplingParams(structured_outputs=StructuredOutputsParams(regex=f"({words})"))
+    assert params.structured_outputs is not None
+    params.structured_outputs._backend = "xgrammar"
+    params.update_from_generation_config({}, 2)
+    found.start("r", params)
+    grammar = found.of("r", [])
+    assert grammar is not None
+    assert grammar.forced_text() == forced
+    assert len(found.tree(grammar, request_behind([]), DraftTree.empty())) <= 8
+
+
+def test_a_grammar_that_was_given_up_is_the_cores_until_the_request_ends(found: Grammars) -> None:
+    start(found)
+    assert found.of("r", []) is not None
+    found.give_up("r")
+    assert found.of("r", []) is None
+    assert found.has("r")
+    found.finish("r")
+    start(found)
+    assert found.of("r", []) is not None
+
+
 @pytest.mark.parametrize("backend", ["xgrammar", "guidance"])
 def test_masks_are_the_matchers_behind_every_token(slice_dir: str, backend: str) -> None:
     """Along an answer, in walks of three tokens; every token of the vocabulary is asked for alone."""

@@ -270,6 +270,27 @@ def test_a_fault_costs_the_drafts_of_a_step(
     assert len(drafts.faults) == 2
 
 
+@pytest.mark.parametrize("where", ["start", "propose"])
+def test_a_fault_of_one_request_costs_no_other(
+    drafts: Drafts, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    def fail(given: Any) -> Any:
+        if "b" in [request.request_id for request in (given if where == "propose" else [given])]:
+            raise ZeroDivisionError
+        return works(given)
+
+    works = getattr(drafts.recorder, where)
+    for name in "abc":
+        drafts.admit(name, [3])
+    with monkeypatch.context() as patch:
+        patch.setattr(drafts.recorder, where, fail)
+        trees, _ = drafts.step({"a": [4], "b": [4], "c": [4]})
+    assert sizes(trees) == [3, 0, 3]
+    assert drafts.faults == ["fallbacks:proposer_error"]
+    trees, _ = drafts.step({"a": [4], "b": [4], "c": [4]})
+    assert sizes(trees) == [3, 3, 3]
+
+
 @pytest.mark.parametrize(
     ("tokens", "parents"), [([7, VOCAB], [-1, 0]), ([7, -1], [-1, 0]), ([7, 8], [-1, 1]), ([7, 8], [-2, 0])]
 )

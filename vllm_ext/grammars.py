@@ -88,7 +88,11 @@ class Grammar:
         matcher: Any = getattr(self._grammar, "matcher", None)
         if self._grammar.is_terminated() or not hasattr(matcher, "find_jump_forward_string"):
             return ""
-        return str(matcher.find_jump_forward_string())
+        try:
+            return str(matcher.find_jump_forward_string())
+        except UnicodeDecodeError as error:
+            # It tells bytes: those that all alternatives begin with may end inside a character.
+            return error.object[: error.start].decode()
 
 
 class Grammars:
@@ -103,6 +107,7 @@ class Grammars:
             self._manager._use_async_grammar_compilation = False
         self._requests: dict[str, Any] = {}  # vLLM's StructuredOutputRequest, by request id
         self._grammars: dict[str, Grammar] = {}
+        self._given_up: set[str] = set()
         self._spelled: dict[tuple[Any, ...], list[int]] = {}  # what `_tokens` has found
         self._bitmask: torch.Tensor | None = None  # int32 [rows, ceil(vocab / 32)]
 
@@ -124,6 +129,11 @@ class Grammars:
         """A request is gone."""
         self._requests.pop(request_id, None)
         self._grammars.pop(request_id, None)
+        self._given_up.discard(request_id)
+
+    def give_up(self, request_id: str) -> None:
+        """A request's grammar has failed, and may be behind anything: no more drafts, and the core masks its rows."""
+        self._given_up.add(request_id)
 
     def has(self, request_id: str) -> bool:
         """Whether a request is structured."""
@@ -132,8 +142,10 @@ class Grammars:
     def of(self, request_id: str, output: Sequence[int]) -> Grammar | None:
         """A request's grammar behind its output; None while it is compiled, and where that or the output failed.
 
-        vLLM logs both failures, and ends the request itself.
+        vLLM logs both failures, and ends the request itself. None, too, after `give_up`.
         """
+        if request_id in self._given_up:
+            return None
         if request_id not in self._grammars:
             compiled = self._requests[request_id].grammar
             if compiled is None or isinstance(compiled, Exception):

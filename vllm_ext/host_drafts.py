@@ -17,7 +17,7 @@ from vllm.logger import init_logger
 
 from vllm_ext import request_facts
 from vllm_ext.config import Settings
-from vllm_ext.proposers.base import Proposer, Request, VerifiedRows, chains_where_asked
+from vllm_ext.proposers.base import Proposer, Request, VerifiedRows, chains_where_asked, propose_apart
 from vllm_ext.proposers.tree import DraftTree, Float32, Int32
 from vllm_ext.v1_memory import Memory
 
@@ -189,19 +189,22 @@ class HostDrafts:
     def _propose(
         self, names: Sequence[str], texts: Sequence[_Text | None], drafted: list[int], level: int
     ) -> list[DraftTree]:
-        requests = []
+        requests = {}
         for place in drafted:
             text = texts[place]
             assert text is not None
             request = text.request(names[place], level)
-            if not text.started:
-                self.proposer.start(request)
-                text.started = True
-            requests.append(request)
-        proposals = chains_where_asked(requests, self.proposer.propose(requests))
+            with self._forgiving(_of_request(names[place])):
+                if not text.started:
+                    self.proposer.start(request)
+                    text.started = True
+                requests[place] = request
+        own = list(requests.values())
+        proposals = propose_apart(self.proposer, own, lambda name: self._fault(_of_request(name)))
         trees = [DraftTree.empty() for _ in names]
-        for place, request, tree in zip(drafted, requests, proposals, strict=True):
-            trees[place] = _checked(tree, request, self._vocab_size)
+        for place, request, tree in zip(requests, own, chains_where_asked(own, proposals), strict=True):
+            with self._forgiving(_of_request(names[place])):
+                trees[place] = _checked(tree, request, self._vocab_size)
         return trees
 
     def _tell_finished(self, name: str) -> None:
@@ -215,8 +218,16 @@ class HostDrafts:
         try:
             yield
         except Exception:
-            logger.exception("vllm-ext: %s", what)
-            self._count("fallbacks:proposer_error")
+            self._fault(what)
+
+    def _fault(self, what: str) -> None:
+        """Log the exception in hand and count it. Call in an except block."""
+        logger.exception("vllm-ext: %s", what)
+        self._count("fallbacks:proposer_error")
+
+
+def _of_request(name: str) -> str:
+    return f"drafting failed for request {name}; it goes on without drafts in this step"
 
 
 def _rows(

@@ -8,6 +8,7 @@ vLLM's own narrow ``propose()`` signature does not carry.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from vllm_ext.draft_export import TOP_K, Export
 from vllm_ext.grammars import Grammar, Grammars, Masks, in_worker
 from vllm_ext.kernels.top_k import top_k_ids
 from vllm_ext.model_drafts import ModelDrafts
-from vllm_ext.proposers.base import Request, Sampling, VerifiedRows, chains_where_asked, no_top
+from vllm_ext.proposers.base import Request, Sampling, VerifiedRows, chains_where_asked, no_top, propose_apart
 from vllm_ext.proposers.budget import GoodputBudget
 from vllm_ext.proposers.draft_model import DraftModelOptions, DraftModelProposer
 from vllm_ext.proposers.sampled import ASKED_PER_NODE
@@ -194,7 +195,8 @@ class Drafter:
                 if self.model_drafts is not None:
                     proposals = self.model_drafts.propose(runner, requests, len(sampled))
                 else:
-                    proposals = self._constrained(runner, requests, self.proposer.propose(requests))
+                    proposals = propose_apart(self.proposer, requests, self._fault_of)
+                    proposals = self._constrained(runner, requests, proposals)
                     proposals = chains_where_asked(requests, proposals)
                 self._memory.touch()
             sizes = self._sizes(requests, proposals)
@@ -240,6 +242,10 @@ class Drafter:
         logger.exception("vllm-ext: %s", what)
         self._count({"fallbacks:proposer_error": 1})
 
+    def _fault_of(self, request_id: str) -> None:
+        """The same of one request."""
+        self._fault(f"drafting failed for request {request_id}; it goes on without drafts in this step")
+
     def admit(self, request_id: str, params: Any) -> None:
         """A request has come, and none of it is computed yet."""
         if self.grammars is not None:
@@ -249,19 +255,27 @@ class Drafter:
 
     def _constrained(self, runner: Any, requests: list[Request], trees: list[DraftTree]) -> list[DraftTree]:
         """The trees, of requests under a grammar or rule what that allows and demands."""
-        result = list(trees)
-        for place, (request, tree) in enumerate(zip(requests, trees, strict=True)):
-            output = runner.requests[request.request_id].output_token_ids
-            if self.grammars is not None and self.grammars.has(request.request_id):
-                grammar = self.grammars.of(request.request_id, output)
-                if grammar is None:
-                    result[place] = DraftTree.empty()
-                    self._count({"fallbacks:no_grammar": 1})
-                else:
-                    result[place] = self.grammars.tree(grammar, request, tree)
-            elif self._ruled is not None:
-                result[place] = self._ruled.tree(request, output, tree)
-        return result
+        return [
+            self._constrained_one(request, tree, runner.requests[request.request_id].output_token_ids)
+            for request, tree in zip(requests, trees, strict=True)
+        ]
+
+    def _constrained_one(self, request: Request, tree: DraftTree, output: Sequence[int]) -> DraftTree:
+        name = request.request_id
+        structured = self.grammars if self.grammars is not None and self.grammars.has(name) else None
+        try:
+            if structured is not None:
+                grammar = structured.of(name, output)
+                if grammar is not None:
+                    return structured.tree(grammar, request, tree)
+                self._count({"fallbacks:no_grammar": 1})
+                return DraftTree.empty()
+            return tree if self._ruled is None else self._ruled.tree(request, output, tree)
+        except Exception:
+            if structured is not None:
+                structured.give_up(name)
+            self._fault_of(name)
+            return DraftTree.empty()
 
     def masks(self, runner: Any, trees: StepTrees) -> Masks | None:
         """Of the structured requests that have drafts in this step; None where there are none."""
@@ -437,7 +451,12 @@ class Drafter:
                 chain=self._only_chain(params),
             )
             if not started:
-                self.proposer.start(request)
+                try:
+                    self.proposer.start(request)
+                except Exception:
+                    del self._sampling[request_id]  # it is told again with the next step
+                    self._fault_of(request_id)
+                    continue
                 if self._export is not None:
                     self._export.start(request_id, request.tokens[: request.num_prompt_tokens])
             requests.append(request)

@@ -63,7 +63,7 @@ class ActQKV(HalvesCodec):
     """As the base class, and then the mean key, float16."""
 
     name = "actqkv"
-    summary = "all tokens as they are, of which those behind a prompt read the blocks that fit their queries"
+    summary = "all tokens as they are; answers read blocks that fit queries"
     paper = "arXiv 2502.13542"
     Options = ActQKVOptions
     ANSWERS_READ_LESS = True

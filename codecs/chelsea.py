@@ -55,7 +55,7 @@ class Chelsea(HalvesCodec):
     """As the base class, and then by token the logarithm of what it weighs, float32."""
 
     name = "chelsea"
-    summary = "a window of the last tokens as they are, and those before merged by their keys"
+    summary = "the last tokens as they are, those before merged by their keys"
     paper = "arXiv 2506.11418"
     Options = ChelseaOptions
     CACHES_PREFIXES = False

@@ -31,7 +31,7 @@ class Critic(SelectingCodec):
     """A choice when the prompt ends, and at each block's end behind it."""
 
     name = "critic"
-    summary = "blocks within a budget, by a moving average of what attends to them, as they are"
+    summary = "blocks within a budget, by an average of what attends to them"
     paper = "after arXiv 2306.14048"
     Options = CriticOptions
 

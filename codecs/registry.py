@@ -22,6 +22,9 @@ CODECS: dict[str, str] = {
 }
 
 
+MAX_QUOTED = 200  # characters of a value in an error
+
+
 def load_codec(name: object) -> type[KVCodec]:
     """The class of a codec.
 
@@ -31,7 +34,7 @@ def load_codec(name: object) -> type[KVCodec]:
     if not isinstance(name, str) or name not in CODECS:
         near = difflib.get_close_matches(str(name), CODECS, n=1)
         hint = f" Did you mean {near[0]!r}?" if near else ""
-        raise ValueError(f"unknown method {name!r}; known: {', '.join(CODECS)}.{hint}")
+        raise ValueError(f"unknown method {repr(name)[:MAX_QUOTED]}.{hint} KV methods: {', '.join(CODECS)}.")
     module, _, attribute = CODECS[name].partition(":")
     codec: type[KVCodec] = getattr(import_module(module), attribute)
     return codec

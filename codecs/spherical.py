@@ -48,7 +48,7 @@ class Spherical(KVCodec):
     """
 
     name = "spherical"
-    summary = "keys as radius and angles, in more bits where it matters more; values in 4 bits"
+    summary = "keys as radius and angles in bits by weight, values in 4 bits"
     paper = "arXiv 2605.18856"
     Options = SphericalOptions
 

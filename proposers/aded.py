@@ -75,7 +75,7 @@ class Aded(Proposer):
         exploration: the bonus's factor.
     """
 
-    summary: ClassVar[str] = "what followed the same two tokens in prompts and outputs, by frequency"
+    summary: ClassVar[str] = "what most often followed the same two tokens so far"
     paper: ClassVar[str] = "arXiv 2407.12021"
     Options: ClassVar[type[MethodOptions]] = AdedOptions
 

@@ -57,9 +57,7 @@ class DynamicExitOptions(HeadOptions, SelfDraftOptions):
 class DynamicExit(SelfDraftProposer):
     """A chain by the layers below the exit that pays most."""
 
-    summary: ClassVar[str] = (
-        "early exit, with exit layer and length chosen each step by what exits have shown"
-    )
+    summary: ClassVar[str] = "layerskip with exit layer and length chosen each step"
     paper: ClassVar[str] = "arXiv 2504.05598"
     Options: ClassVar[type[MethodOptions]] = DynamicExitOptions
 

@@ -103,7 +103,7 @@ class DrawnTree(TreeBuilder):
 class DySpec(DraftModelProposer):
     """Dynamic trees of a draft model."""
 
-    summary: ClassVar[str] = "a draft model's tree, grown where the target most likely agrees"
+    summary: ClassVar[str] = "a draft model's tree, grown where the target likely agrees"
     paper: ClassVar[str] = "arXiv 2410.11744"
 
     def drawn(self, num_nodes: int, max_depth: int) -> TreeBuilder:

@@ -96,7 +96,7 @@ class Hybrid(Proposer):
         drafters: up to four.
     """
 
-    summary: ClassVar[str] = "several drafters' trees as one, weighed by what each was worth so far"
+    summary: ClassVar[str] = "several drafters' trees as one, by what each was worth so far"
     paper: ClassVar[str] = "arXiv 2503.03434"
     Options: ClassVar[type[MethodOptions]] = HybridOptions
 

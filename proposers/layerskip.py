@@ -30,7 +30,7 @@ class LayerSkipOptions(HeadOptions, ShapeOptions):
 class LayerSkip(SelfDraftProposer):
     """A chain or small tree by the layers below one exit."""
 
-    summary: ClassVar[str] = "the model's first layers draft, the others verify; no second model"
+    summary: ClassVar[str] = "the model's first layers draft, the others verify"
     paper: ClassVar[str] = "arXiv 2404.16710"
     Options: ClassVar[type[MethodOptions]] = LayerSkipOptions
 

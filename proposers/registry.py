@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Iterable
 from importlib import import_module
 
 from vllm_ext.proposers.base import Proposer
@@ -28,6 +29,9 @@ METHODS: dict[str, str] = {
 }
 
 
+MAX_QUOTED = 200  # characters of a value in an error
+
+
 def load_method(name: str) -> type[Proposer]:
     """The proposer class of a method.
 
@@ -35,14 +39,24 @@ def load_method(name: str) -> type[Proposer]:
         ValueError: the name is not in the registry; the message lists those that are.
     """
     if name not in METHODS:
-        raise ValueError(unknown_method(name, METHODS))
+        raise ValueError(unknown_method(name))
     module, _, attribute = METHODS[name].partition(":")
     proposer: type[Proposer] = getattr(import_module(module), attribute)
     return proposer
 
 
-def unknown_method(name: object, known: dict[str, str] | list[str]) -> str:
-    """The text of the error for a method nobody knows, with the nearest known name."""
-    near = difflib.get_close_matches(str(name), list(known), n=1)
+def unknown_method(name: object, allowed: Iterable[str] = METHODS, others: Iterable[str] = ()) -> str:
+    """The text of the error for a method nobody knows: the nearest name first, then ours.
+
+    Args:
+        name: what was asked for.
+        allowed: methods of ours that may stand there.
+        others: vLLM's own names, if they may stand there too; only the nearest is named.
+    """
+    allowed = list(allowed)
+    near = difflib.get_close_matches(str(name), [*allowed, *others], n=1)
     hint = f" Did you mean {near[0]!r}?" if near else ""
-    return f"speculative_config.method: unknown method {name!r}; known: {', '.join(known)}.{hint}"
+    shown = repr(name)[:MAX_QUOTED]
+    return (
+        f"speculative_config.method: unknown method {shown}.{hint} Methods of vllm-ext: {', '.join(allowed)}."
+    )

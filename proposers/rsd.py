@@ -131,7 +131,7 @@ class RsdCOptions(DraftModelOptions):
 class RsdC(DraftModelProposer):
     """Trees of a fixed branching."""
 
-    summary: ClassVar[str] = "a draft model's tree of fixed branching, drawn without replacement"
+    summary: ClassVar[str] = "a draft model's tree, sampled without replacement"
     paper: ClassVar[str] = "arXiv 2402.14160"
     Options: ClassVar[type[MethodOptions]] = RsdCOptions
 
@@ -149,7 +149,7 @@ class RsdSOptions(DraftModelOptions):
 class RsdS(DraftModelProposer):
     """Trees of a stochastic beam search."""
 
-    summary: ClassVar[str] = "a draft model's stochastic beam search, drawn without replacement"
+    summary: ClassVar[str] = "a draft model's beams, sampled without replacement"
     paper: ClassVar[str] = "arXiv 2402.14160"
     Options: ClassVar[type[MethodOptions]] = RsdSOptions
 

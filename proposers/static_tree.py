@@ -19,7 +19,7 @@ from vllm_ext.proposers.sampled import TreeBuilder
 class StaticTree(RsdC):
     """Trees of a fixed branching, of the likeliest tokens where nothing is drawn."""
 
-    summary: ClassVar[str] = "a draft model's tree of fixed branching, to compare dynamic ones with"
+    summary: ClassVar[str] = "a draft model's tree of fixed branching"
     paper: ClassVar[str] = "arXiv 2305.09781"
 
     def chosen(self, num_nodes: int, max_depth: int) -> TreeBuilder:

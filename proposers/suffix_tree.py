@@ -99,7 +99,7 @@ class SuffixDecoding(Proposer):
         max_match: most tokens compared.
     """
 
-    summary: ClassVar[str] = "what followed the same text before, in the request or in finished answers"
+    summary: ClassVar[str] = "what followed the same text in this request or past answers"
     paper: ClassVar[str] = "arXiv 2411.04975"
     Options: ClassVar[type[MethodOptions]] = SuffixOptions
 

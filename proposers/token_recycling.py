@@ -125,7 +125,7 @@ class TokenRecycling(Proposer):
         tree: "dynamic", "static" or "chain".
     """
 
-    summary: ClassVar[str] = "successors the target ranked highest the last time it read a token"
+    summary: ClassVar[str] = "what the target ranked highest the last time it read a token"
     paper: ClassVar[str] = "arXiv 2408.08696"
     Options: ClassVar[type[MethodOptions]] = TokenRecyclingOptions
 

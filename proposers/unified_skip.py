@@ -29,7 +29,7 @@ class UnifiedSkipOptions(ShapeOptions):
 class UnifiedSkip(SelfDraftProposer):
     """A chain or small tree by a balanced choice of the layers."""
 
-    summary: ClassVar[str] = "the model without some of its middle layers drafts, the whole one verifies"
+    summary: ClassVar[str] = "the model drafts without some of its middle layers"
     paper: ClassVar[str] = "arXiv 2404.06954"
     Options: ClassVar[type[MethodOptions]] = UnifiedSkipOptions
 

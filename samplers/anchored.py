@@ -50,7 +50,7 @@ class AnchoredRule(SteeringRule):
 
     alone = True
     name = "anchored"
-    summary = "the model, within a budget of divergence from a safe one; what was spent is returned"
+    summary = "the model, within a budget of divergence from a safe one"
     paper = "arXiv 2602.07120"
     Options = AnchoredOptions
     Params = AnchoredParams

@@ -64,7 +64,7 @@ class AsapRule(LearningRule):
     """Weighs tokens by what is known of where they lead."""
 
     alone = True
-    summary = "answers under a grammar, in proportion to the model's own probabilities the more are asked for"
+    summary = "answers under a grammar, in proportion to the model's own odds"
     paper = "arXiv 2405.21047"
     Options = AsapOptions
     Params = AsapParams

@@ -63,7 +63,7 @@ class AwrsRule(Rule):
     """Draws until a token is allowed."""
 
     alone = True
-    summary = "the answer obeys a grammar or a check that is asked about few tokens, and has a weight"
+    summary = "answers obey a grammar or a check, and have a weight"
     paper = "arXiv 2504.05410"
     Options = AwrsOptions
     Params = AwrsParams

@@ -45,7 +45,7 @@ class CaadRule(SteeringRule):
     """A look into a store of contexts."""
 
     name = "caad"
-    summary = "draws logits towards what came next in true answers with a similar context"
+    summary = "draws logits towards what came next in similar true answers"
     paper = "arXiv 2508.02184"
     Options = CaadOptions
     Params = CaadParams

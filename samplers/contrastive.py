@@ -58,7 +58,7 @@ class ContrastiveRule(SteeringRule):
     """Contrast with a companion model."""
 
     name = "contrastive"
-    summary = "what the model says more than a weaker one, among its plausible tokens"
+    summary = "what the model says more than a weaker one"
     paper = "arXiv 2210.15097, 2309.09117"
     Options = ContrastiveOptions
     Params = ContrastiveParams

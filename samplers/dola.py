@@ -69,7 +69,7 @@ class DolaRule(SteeringRule):
     """Contrast with an early layer."""
 
     name = "dola"
-    summary = "what the last layer says more than an early one, among its plausible tokens"
+    summary = "what the last layer says more than an early one"
     paper = "arXiv 2309.03883"
     Options = DolaOptions
     Params = DolaParams

@@ -51,7 +51,7 @@ class EntropyAdaptiveRule(SteeringRule):
 
     alone = True
     name = "entropy_adaptive"
-    summary = "hard stretches are the model's, easy ones a smaller one's, by rolling entropy"
+    summary = "a smaller model answers where entropy shows easy stretches"
     paper = "arXiv 2502.06833"
     Options = EntropyAdaptiveOptions
     Params = EntropyAdaptiveParams

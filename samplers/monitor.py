@@ -66,7 +66,7 @@ class MonitorRule(Rule):
     """Names that a monitor knows."""
 
     closed = True
-    summary = "identifiers behind a dot exist, by a static analysis of the code so far (Python by jedi, or your own)"
+    summary = "identifiers behind a dot exist, by static analysis of the code"
     paper = "arXiv 2306.10763"
     Options = MonitorOptions
     Params = MonitorParams

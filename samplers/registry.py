@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import difflib
 from importlib import import_module
 
 from vllm_ext.samplers.base import Rule
@@ -30,8 +31,24 @@ RULES: dict[str, str] = {
 }
 
 
+MAX_QUOTED = 200  # characters of a value in an error
+
+
 def load_rule(name: str) -> type[Rule]:
-    """The class of a rule that is in the registry."""
+    """The class of a rule.
+
+    Raises:
+        ValueError: the name is not in the registry; the message lists those that are.
+    """
+    if name not in RULES:
+        raise ValueError(unknown_rule(name))
     module, _, attribute = RULES[name].partition(":")
     rule: type[Rule] = getattr(import_module(module), attribute)
     return rule
+
+
+def unknown_rule(name: object) -> str:
+    """The text of the error for a rule nobody knows: the nearest name first, then all."""
+    near = difflib.get_close_matches(str(name), RULES, n=1)
+    hint = f" Did you mean {near[0]!r}?" if near else ""
+    return f"unknown rule {repr(name)[:MAX_QUOTED]}.{hint} Rules: {', '.join(RULES)}."

@@ -51,7 +51,7 @@ class RpgParams(RuleParams):
 class RpgRule(Rule):
     """A penalty on the next copy of a block of code."""
 
-    summary = "code that repeats its own structure finds it harder with each copy"
+    summary = "code that repeats its own structure is held back"
     paper = "arXiv 2505.10402"
     Options = RpgOptions
     Params = RpgParams

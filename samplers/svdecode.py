@@ -53,7 +53,7 @@ class SvdecodeRule(SteeringRule):
     """A constant direction."""
 
     name = "svdecode"
-    summary = "moves logits along a task's direction, made of a tuned model and the one before"
+    summary = "moves logits along a direction that tuning on a task has shown"
     paper = "arXiv 2509.15888"
     Options = SvdecodeOptions
     Params = SvdecodeParams

@@ -64,7 +64,7 @@ class TrieParams(RuleParams):
 class TrieRule(Rule):
     """One of many sequences, whole."""
 
-    summary = "the answer is one of a set of sequences, of thousands or millions"
+    summary = "the answer is one of a set of thousands or millions"
     paper = "arXiv 2602.22647"
     closed = True
     Options = TrieOptions

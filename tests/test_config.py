@@ -73,9 +73,19 @@ def test_bad_options_name_field_value_allowed_and_way_out(option: str, value: An
 
 def test_unknown_method_lists_the_known_and_the_nearest() -> None:
     with pytest.raises(
-        ValueError, match=r"'token_recyling'.*token_recycling.*Did you mean 'token_recycling'"
+        ValueError, match=r"'token_recyling'\. Did you mean 'token_recycling'\? Methods of vllm-ext: .*spectr"
     ):
         load_method("token_recyling")
+
+
+def test_unknown_method_lists_our_names_alone() -> None:
+    pytest.importorskip("vllm")
+    with pytest.raises(ValueError, match=r"'eagle33'\. Did you mean 'eagle3'\? Methods") as caught:
+        config.check_known({"method": "eagle33"})
+    assert str(caught.value).partition("Methods of vllm-ext: ")[2] == ", ".join(METHODS) + "."
+    with pytest.raises(ValueError) as caught:
+        config.check_known({"method": "x" * 10_000})
+    assert len(str(caught.value)) < 600
 
 
 def test_settings_survive_the_trip_to_a_worker() -> None:

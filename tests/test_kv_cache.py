@@ -37,7 +37,7 @@ BLOCK, TAIL = 64, 4
         ({}, r'\["kv"\]=\{\} is not allowed'),
         (
             {"method": "kiwi"},
-            r"unknown method 'kiwi'; known: actqkv, .*, streaming_llm\. Did you mean 'kivi'\?",
+            r"unknown method 'kiwi'\. Did you mean 'kivi'\? KV methods: actqkv, .*, streaming_llm\.",
         ),
         ({"method": 4}, r"unknown method 4"),
         ({**KIVI, "bits": 3}, r"method 'kivi': bits=3 is not allowed; allowed"),

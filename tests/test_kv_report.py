@@ -15,7 +15,6 @@ from test_bench_cli import invoke
 from test_bench_report import HOSTILE, Page
 
 from vllm_ext import kv_measure
-from vllm_ext.codecs.registry import CODECS
 from vllm_ext.kv_measure import DEPTHS, Place, Plan, divergence, kl
 from vllm_ext.kv_report import html
 
@@ -213,10 +212,3 @@ def test_report_refuses_by_name(tmp_path: Path, options: list[str], reason: str)
     result = invoke("kv", "report", text, *options)
     assert result.exit_code == 1, result.output
     assert reason in " ".join(result.output.split())
-
-
-def test_methods_are_listed_with_their_options() -> None:
-    output = invoke("kv", "methods").output
-    assert len(CODECS) == 9
-    for name in (*CODECS, "sparsity", "window", "coverage"):
-        assert name in output

@@ -165,12 +165,17 @@ def test_no_table_names_a_symbol_twice() -> None:
 
 
 def test_the_doctor_reads_files(files: Files, tmp_path: Path) -> None:
-    made = CliRunner().invoke(app, ["doctor", "--vllm-files", str(files._folder)])
+    made = CliRunner().invoke(app, ["doctor", "--verbose", "--vllm-files", str(files._folder)])
     assert made.exit_code == 1
+    assert made.output.startswith("methods cannot run with these files: ")
     assert "0.33.1" in made.output
     assert "seam V1: Scheduler: missing" in made.output
     assert "warn  seam V2" in made.output
     assert "VLLM_USE_V2_MODEL_RUNNER=0" in made.output
+    short = CliRunner().invoke(app, ["doctor", "--vllm-files", str(files._folder)])
+    assert short.exit_code == 1
+    assert "more: vllm-ext doctor --verbose" in short.output
+    assert len(short.output.splitlines()) < 50 < len(made.output.splitlines())
     empty = CliRunner().invoke(app, ["doctor", "--vllm-files", str(tmp_path)])
     assert empty.exit_code == 1
     assert "has no vllm/__init__.py" in empty.output

@@ -3,20 +3,18 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.table import Table
 
 from vllm_ext import __version__
 from vllm_ext.bench_cli import bench_command, report_command
-from vllm_ext.console import errors_of
 from vllm_ext.datastore_cli import datastore_app
 from vllm_ext.demo_cli import demo_command
+from vllm_ext.doctor_cli import doctor_command
 from vllm_ext.guide_cli import caad_app, svdecode_app
 from vllm_ext.kv_cli import kv_app
+from vllm_ext.list_cli import methods, rules
 from vllm_ext.schema_cli import schema_command
 from vllm_ext.train_cli import train_app
 from vllm_ext.trie_cli import trie_app
@@ -28,6 +26,9 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+app.command("doctor")(doctor_command)
+app.command("methods")(methods)
+app.command("rules")(rules)
 app.command("demo")(demo_command)
 app.command("bench")(bench_command)
 app.command("report")(report_command)
@@ -55,71 +56,6 @@ def _root(
     """Holds the options that stand before a command."""
 
 
-@app.command()
-def methods() -> None:
-    """List the methods and their options, for --speculative-config."""
-    from vllm_ext.config import option_rows
-    from vllm_ext.proposers.registry import METHODS, load_method
-
-    table = Table("method", "option", "default", "allowed", "meaning")
-    for name in METHODS:
-        proposer = load_method(name)
-        table.add_row(f"[bold]{name}", "", "", "", f"{proposer.summary} ({proposer.paper})")
-        for option, default, allowed, meaning in option_rows(proposer.Options):
-            table.add_row("", option, default, allowed, meaning)
-    Console().print(table)
-
-
-@app.command()
-def rules() -> None:
-    """List the sampling rules: options, for --additional-config, and parameters, for vllm_xargs of requests."""
-    from vllm_ext.config import option_rows
-    from vllm_ext.samplers.registry import RULES, load_rule
-
-    table = Table("rule", "whose", "name", "default", "allowed", "meaning")
-    for name in RULES:
-        rule = load_rule(name)
-        table.add_row(f"[bold]{name}", "", "", "", "", f"{rule.summary} ({rule.paper})")
-        for whose, fields in (("server", rule.Options), ("request", rule.Params)):
-            for field, default, allowed, meaning in option_rows(fields):
-                table.add_row("", whose, field, default, allowed, meaning)
-    Console().print(table)
-
-
-@app.command()
-def doctor(
-    vllm_files: Annotated[
-        Path | None,
-        typer.Option(
-            help="Instead, check our hooks against the Python files of a vLLM unpacked in this folder (it has the "
-            "folder vllm): nothing is imported."
-        ),
-    ] = None,
-) -> None:
-    """Check this environment; exit 1, with the way out, when a method could not run in it."""
-    from vllm_ext.doctor import checks, checks_of_files
-
-    console = Console()
-    if vllm_files is not None:
-        with errors_of(console):
-            found = iter(list(checks_of_files(vllm_files)))
-    else:
-        found = checks()
-    colours = {"ok": "green", "warn": "yellow", "fail": "red"}
-    failed = 0
-    for check in found:
-        console.print(
-            f"[{colours[check.status]}]{check.status:>4}[/]  {check.what}: {check.found}", highlight=False
-        )
-        if check.way_out:
-            console.print(f"      -> {check.way_out}", highlight=False)
-        failed += check.status == "fail"
-    if failed:
-        console.print(f"[red]{failed} failed")
-        raise typer.Exit(1)
-    console.print("[green]all methods can run here" if vllm_files is None else "[green]nothing is missing")
-
-
 def main() -> None:
-    """Entry point of the console script."""
+    """Entry point of scripts that were installed before `vllm_ext.entry` was."""
     app()

@@ -68,7 +68,7 @@ def parse(speculative_config: Mapping[str, Any]) -> Settings:
         explained = explain(proposer_class.Options, error, f"Options of {method}")
         raise ValueError(
             f"speculative_config for method {method!r}: {explained} "
-            "Correct or remove it in --speculative-config; `vllm-ext methods` explains each option."
+            "Correct or remove it in --speculative-config; `vllm-ext methods NAME` explains each option."
         ) from None
     return Settings(method, options)
 
@@ -103,7 +103,7 @@ def check_known(speculative_config: Mapping[str, Any]) -> None:
     method = speculative_config.get("method")
     theirs = _flatten(SpeculativeMethod)
     if method is not None and method not in (*theirs, "[ngram]"):
-        raise ValueError(unknown_method(method, [*METHODS, *theirs]))
+        raise ValueError(unknown_method(method, METHODS, theirs))
 
 
 def option_rows(options: type[BaseModel]) -> list[tuple[str, str, str, str]]:

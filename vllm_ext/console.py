@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+import logging
+import os
+import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -28,6 +31,26 @@ def say(console: Console, line: str) -> None:
     console.print(line, highlight=False, soft_wrap=True, markup=False)
 
 
+def wrapped(console: Console, head: str, text: str) -> None:
+    """Print ``text`` behind ``head``, as wide as the screen; further lines stand below its beginning."""
+    indent = len(head) if len(head) < console.width // 2 else 6
+    lines = textwrap.wrap(
+        text,
+        console.width,
+        initial_indent=head,
+        subsequent_indent=" " * indent,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+    say(console, "\n".join(lines or [head.rstrip()]))
+
+
+def hide_vllm_log() -> None:
+    """Before vLLM is imported: of its log errors alone, here and in its engines, unless the user has set a level."""
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    logging.getLogger("vllm").setLevel(logging.ERROR)  # of what it says before it reads that
+
+
 @contextmanager
 def errors_of(console: Console) -> Iterator[None]:
     """Exit 1 with the message of what a user can put right."""
@@ -39,7 +62,8 @@ def errors_of(console: Console) -> Iterator[None]:
         problem = f"{error.filename or 'output'}: {error.strerror}"
     else:
         return
-    console.print(f"[red]error:[/] {escape(problem)}", highlight=False, soft_wrap=True)
+    # In a terminal words are kept whole; elsewhere an error is one line, to be searched for.
+    console.print(f"[red]error:[/] {escape(problem)}", highlight=False, soft_wrap=not console.is_terminal)
     raise typer.Exit(1)
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 import platform
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib import metadata
 from importlib.util import find_spec
@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from vllm_ext import __version__, cpu
+from vllm_ext.entry import MIN_PYTHON, PYTHON_WAY_OUT
 
 if TYPE_CHECKING:
     from vllm_ext import compat
@@ -29,38 +30,62 @@ class Check:
     what: str
     found: str
     way_out: str = ""
+    short: str = ""  # what the short report says of it where it is fine; nothing: it is left out
 
 
 # What is lost where a symbol of a table is missing, and the way out beside another vLLM.
 WITHOUT_V2 = "or set VLLM_USE_V2_MODEL_RUNNER=0: methods run on V1 as well"
 WITHOUT_CUDA = "or use a CPU"
+# The checks that say which version of something is here.
+VERSIONS = ("Python", "vllm-ext", "torch", "vLLM")
+INSTALL = "pip install 'vllm-ext[cuda]', or 'vllm-ext[cpu]' without a GPU"
 
 
 def checks() -> Iterator[Check]:
-    """All checks, in the order a missing one explains the next; ends where vLLM is missing."""
-    yield from _python()
-    yield from _torch()
-    if find_spec("vllm") is None:
-        yield Check("fail", "vLLM", "not installed", "pip install 'vllm-ext[cuda]' or 'vllm-ext[cpu]'")
-        return
-    yield from _vllm()
-    yield from _seams()
-    yield from _kernels()
-    yield from _trees()
-    yield from _runtime()
-    yield from _model_cache()
+    """All checks, in the order a missing one explains the next; ends where torch or vLLM is missing. Raises nothing."""
+    sections = {
+        "Python": _python,
+        "torch": _torch,
+        "vLLM": _vllm,
+        "seams": _seams,
+        "kernels": _kernels,
+        "trees": _trees,
+        "runtime": _runtime,
+        "demo model": _model_cache,
+    }
+    for what, section in sections.items():
+        found = _guarded(what, section)
+        yield from found
+        last = found[-1:]
+        if what in VERSIONS and [(check.status, check.what) for check in last] == [("fail", what)]:
+            return  # all further checks need it
+
+
+def _guarded(what: str, section: Callable[[], Iterator[Check]]) -> list[Check]:
+    """A section's checks. A broken installation can fail in any way: that is a finding, and the section's last."""
+    found: list[Check] = []
+    try:
+        found.extend(section())
+    except Exception as error:
+        way_out = f"install again: {INSTALL}; if that does not help, report this"
+        found.append(Check("fail", what, f"{type(error).__name__}: {str(error)[:200]}", way_out))
+    return found
 
 
 def _python() -> Iterator[Check]:
-    version = platform.python_version()
-    ok = sys.version_info >= (3, 10)
-    yield Check("ok" if ok else "fail", "Python", version, "" if ok else "use Python 3.10 or newer")
     yield Check("ok", "vllm-ext", __version__)
+    ok = sys.version_info >= MIN_PYTHON
+    yield Check("ok" if ok else "fail", "Python", platform.python_version(), "" if ok else PYTHON_WAY_OUT)
 
 
 def _torch() -> Iterator[Check]:
-    import torch
-
+    try:
+        import torch
+    except ImportError as error:
+        missing = isinstance(error, ModuleNotFoundError) and error.name == "torch"
+        found = "not installed" if missing else f"cannot be imported: {str(error)[:200]}"
+        yield Check("fail", "torch", found, INSTALL)
+        return
     yield Check("ok", "torch", torch.__version__)
     # Their CUDA builds beside a CPU torch break `import transformers`.
     build = torch.__version__.partition("+")[2]
@@ -78,6 +103,9 @@ def _torch() -> Iterator[Check]:
 
 
 def _vllm() -> Iterator[Check]:
+    if find_spec("vllm") is None:
+        yield Check("fail", "vLLM", "not installed", INSTALL)
+        return
     from vllm_ext import compat
 
     version = compat.vllm_version()
@@ -108,7 +136,11 @@ def _vllm() -> Iterator[Check]:
     name = current_platform.device_type
     known = current_platform.is_cpu() or current_platform.is_cuda_alike()
     yield Check(
-        "ok" if known else "fail", "platform", name, "" if known else "CPU, CUDA and ROCm are supported"
+        "ok" if known else "fail",
+        "platform",
+        name,
+        "" if known else "CPU, CUDA and ROCm are supported",
+        short=name,
     )
     yield from _runners()
 
@@ -135,6 +167,7 @@ def _runners() -> Iterator[Check]:
             f"{others}, which draft with a model; rules that report, learn or steer, encoded KV caches, {device} with "
             "state_dir, LoRA: they have no form for V2 yet. It costs async scheduling",
             "unset VLLM_USE_V2_MODEL_RUNNER for these" if forced else "",
+            short=others,
         )
         return
     yield Check(
@@ -142,6 +175,7 @@ def _runners() -> Iterator[Check]:
         "runner V1",
         f"all methods: {own.reason}",
         "unset VLLM_USE_V2_MODEL_RUNNER" if forced else "",
+        short=f"all methods: {own.reason}",
     )
 
 
@@ -178,6 +212,7 @@ def _trees() -> Iterator[Check]:
                 f"{str(dtype).removeprefix('torch.')}: KV cache layout {layout!r}"
                 + ("" if layout in LAYOUTS else f" is not read by our kernel; {chains}"),
                 "" if layout in LAYOUTS else f"another --dtype may have one of {', '.join(LAYOUTS)}",
+                short=f"in {str(dtype).removeprefix('torch.')}",
             )
     else:
         yield Check(
@@ -205,24 +240,22 @@ def _runtime() -> Iterator[Check]:
     from vllm_ext import linear_layers
 
     reason = linear_layers.reason_against(torch.bfloat16)
-    yield Check(
-        "ok",
-        "linear layers",
+    found = (
         f"bfloat16: vLLM's own products: {reason}"
         if reason
-        else "bfloat16: a tree's dozen rows in about the time of one",
+        else "bfloat16: a tree's dozen rows in about the time of one"
     )
+    yield Check("ok", "linear layers", found, short=found)
     if cpu.emulates_bfloat16():
         yield Check("warn", "bfloat16", cpu.EMULATED, cpu.WAY_OUT)
     preload = os.environ.get("LD_PRELOAD", "")
-    for library in ("libtcmalloc", "libiomp5"):
-        if library not in preload:
-            yield Check(
-                "warn",
-                library,
-                "not in LD_PRELOAD",
-                "vLLM's CPU backend is faster with it on several cores (vLLM's CPU installation guide)",
-            )
+    if missing := [library for library in ("libtcmalloc", "libiomp5") if library not in preload]:
+        yield Check(
+            "warn",
+            "LD_PRELOAD",
+            f"without {' and '.join(missing)}",
+            "vLLM's CPU backend is faster with both on several cores (vLLM's CPU installation guide)",
+        )
 
 
 def _model_cache() -> Iterator[Check]:
@@ -230,11 +263,13 @@ def _model_cache() -> Iterator[Check]:
 
     folder = demo_model.cache_dir() / demo_model.MODEL_FOLDER
     if demo_model.is_complete(folder):
-        yield Check("ok", "demo model", str(folder))
+        yield Check("ok", "demo model", str(folder), short="unpacked")
     elif folder.exists():
         yield Check("warn", "demo model", f"{folder} is half-written", "`vllm-ext demo` makes it again")
     else:
-        yield Check("ok", "demo model", "not unpacked yet (`vllm-ext demo` does it)")
+        yield Check(
+            "ok", "demo model", "not unpacked yet (`vllm-ext demo` does it)", short="not unpacked yet"
+        )
 
 
 def _seams() -> Iterator[Check]:

@@ -13,23 +13,12 @@ from rich.console import Console
 from rich.table import Table
 
 from vllm_ext.console import errors_of, say
+from vllm_ext.list_cli import kv_methods
 
 kv_app = typer.Typer(help="KV caches that hold more tokens in the same memory.", no_args_is_help=True)
 
 
-@kv_app.command("methods")
-def methods_command() -> None:
-    """List the methods and their options, for --additional-config."""
-    from vllm_ext.codecs.registry import CODECS, load_codec
-    from vllm_ext.config import option_rows
-
-    table = Table("method", "option", "default", "allowed", "meaning")
-    for name in CODECS:
-        codec = load_codec(name)
-        table.add_row(f"[bold]{name}", "", "", "", f"{codec.summary} ({codec.paper})")
-        for option, default, allowed, meaning in option_rows(codec.Options):
-            table.add_row("", option, default, allowed, meaning)
-    Console().print(table)
+kv_app.command("methods")(kv_methods)
 
 
 @kv_app.command("report")

@@ -20,7 +20,7 @@ from vllm_ext.proposers.base import Request
 from vllm_ext.proposers.tree import DraftTree
 from vllm_ext.proposers.under_grammar import under_grammar
 from vllm_ext.samplers.base import Asked, LearningRule, Row, Rule, RuleOptions, RuleParams
-from vllm_ext.samplers.registry import RULES, load_rule
+from vllm_ext.samplers.registry import RULES, load_rule, unknown_rule
 from vllm_ext.samplers.steering import CompanionOptions, PausingRule, SteeringOptions, SteeringRule
 from vllm_ext.vocabulary import ModelVocabulary
 
@@ -277,7 +277,7 @@ def parse(given: Any) -> RuleSettings:
             f'{FIELD}["rules"]={given!r} is not allowed; allowed: an object of rules: {", ".join(RULES)}.'
         )
     if unknown := [name for name in given if name not in RULES]:
-        raise ValueError(f"{FIELD}: unknown rule {unknown[0]!r}; known: {', '.join(RULES)}.")
+        raise ValueError(f"{FIELD}: {unknown_rule(unknown[0])}")
     options: dict[str, RuleOptions] = {}
     for name in RULES:
         if name in given:
@@ -287,7 +287,7 @@ def parse(given: Any) -> RuleSettings:
             except ValidationError as error:
                 raise ValueError(
                     f"{FIELD}: rule {name!r}: {config.explain(rule.Options, error, f'Options of {name}')} Correct or "
-                    "remove it in --additional-config; `vllm-ext rules` explains each option."
+                    "remove it in --additional-config; `vllm-ext rules NAME` explains each option."
                 ) from None
     _check_companions(options)
     return RuleSettings(options)

@@ -43,8 +43,10 @@ class Budgeted:
         output = super().schedule(*args, **kwargs)  # type: ignore[misc]
         now = self._scheduled[id(output)] = time.perf_counter()
         if self.running and now - self._shown > SHOW_SECONDS:
-            self._shown = now
-            setattr(output, BUDGET, self.budget.state(len(self.running)))
+            state = self.budget.state(len(self.running))
+            if "gain" in state:  # else the level is on trial
+                self._shown = now
+                setattr(output, BUDGET, state)
         return output
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 class CodecOptions(BaseModel):
     """Of a server: what all codecs have."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
     window: int | None = Field(
         default=None,

@@ -25,6 +25,7 @@ import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict, Field
 
 from vllm_ext.kernels.learned_arrays import Learned, check_names
+from vllm_ext.kernels.user_paths import UserPath
 from vllm_ext.proposers.tree import DraftTree, Float32, Int32
 
 # vLLM's rejection sampler verifies at most this many draft tokens of one request in one step.
@@ -37,7 +38,7 @@ class MethodOptions(BaseModel):
     A proposer adds its own fields in a subclass. Strict: no coercion, no unknown key.
     """
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
     num_speculative_tokens: int = Field(
         default=16,
@@ -55,7 +56,7 @@ class MethodOptions(BaseModel):
         description="auto: on x86 CPUs without AMX bfloat16 layers multiply a tree's rows in about the time of one; "
         "vllm: vLLM's own products",
     )
-    state_dir: str | None = Field(
+    state_dir: UserPath | None = Field(
         default=None,
         min_length=1,
         description="folder where what the method learns is kept over restarts; none: it is forgotten",

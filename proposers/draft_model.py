@@ -18,6 +18,7 @@ from pydantic import Field, field_validator
 
 from vllm_ext.kernels.chance import RandomChance
 from vllm_ext.kernels.sparse import Float64, Int32, Sparse
+from vllm_ext.kernels.user_paths import UserPath
 from vllm_ext.proposers.base import MethodOptions, Proposer, Request, Sampling
 from vllm_ext.proposers.likeliest_tree import LikeliestTree
 from vllm_ext.proposers.sampled import ROOT, TreeBuilder, grow
@@ -62,7 +63,7 @@ class PassOptions(MethodOptions):
 class DraftModelOptions(PassOptions):
     """Options of all methods with a second model."""
 
-    model: str = Field(
+    model: UserPath = Field(
         min_length=1,
         description="folder or hub name of a draft model with the target's tokenizer; "
         "'self': the target's own first layers",
@@ -70,7 +71,7 @@ class DraftModelOptions(PassOptions):
     self_layers: int | None = Field(
         default=None, ge=1, description="how many, with model='self'; none: a quarter of them"
     )
-    export_dir: str | None = Field(
+    export_dir: UserPath | None = Field(
         default=None,
         min_length=1,
         description="folder where answers are kept for `vllm-ext train draft --answers`; none: they are not",

@@ -43,6 +43,7 @@ class DynamicExitOptions(HeadOptions, SelfDraftOptions):
     watch_every: int = Field(
         default=8,
         ge=1,
+        le=1_000_000,
         description="of so many steps that draft, one asks all exits what they would have said",
     )
 

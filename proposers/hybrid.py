@@ -49,8 +49,13 @@ class HybridOptions(MethodOptions):
     @field_validator("drafters")
     @classmethod
     def _known(cls, drafters: list[dict[str, Any] | str]) -> list[dict[str, Any] | str]:
-        for drafter in drafters:
+        names = [drafter if isinstance(drafter, str) else drafter.get("method") for drafter in drafters]
+        for name, drafter in zip(names, drafters, strict=True):
             make_options(drafter)
+            if names.count(name) > 1:
+                raise ValueError(
+                    f"{name!r} is there more than once, which proposes nothing new; name each method once"
+                )
         return drafters
 
 
@@ -76,7 +81,7 @@ def make_options(drafter: dict[str, Any] | str) -> tuple[type[Proposer], MethodO
         return proposer, proposer.Options.model_validate(options)
     except ValidationError as error:
         problems = [
-            f"{name}.{'.'.join(map(str, problem['loc']))}={problem['input']!r}: {problem['msg']}"
+            f"{name}.{'.'.join(map(str, problem['loc']))}={problem['input']!r:.200}: {problem['msg']}"
             for problem in error.errors(include_url=False)
         ]
         raise ValueError(

@@ -30,6 +30,7 @@ from pydantic import Field, ValidationInfo, field_validator
 
 from vllm_ext.kernels.learned_arrays import Learned, check_names
 from vllm_ext.kernels.suffix_array import SORTED_TOKENS, continuations, find, grow_tree
+from vllm_ext.kernels.user_paths import UserPath
 from vllm_ext.proposers import datastore
 from vllm_ext.proposers.base import MethodOptions, Proposer, Request, VerifiedRows, practise
 from vllm_ext.proposers.calibration import Calibration, Float64
@@ -58,7 +59,7 @@ TRUST: Float64 = np.array(
 class RestOptions(MethodOptions):
     """Options of ``rest``."""
 
-    datastore: str = Field(description="folder of the store, made by `vllm-ext datastore build`")
+    datastore: UserPath = Field(description="folder of the store, made by `vllm-ext datastore build`")
     max_match: int = Field(
         default=16, ge=1, le=SORTED_TOKENS, description="longest context looked up, in tokens"
     )

@@ -11,14 +11,14 @@ section 3 and appendix; the beam search is that of "Stochastic Beams and Where t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import numpy as np
 from pydantic import Field
 
 from vllm_ext.kernels.chance import Chance
 from vllm_ext.kernels.sparse import Float64, Sparse
-from vllm_ext.proposers.base import MethodOptions
+from vllm_ext.proposers.base import MAX_SPECULATIVE_TOKENS, MethodOptions
 from vllm_ext.proposers.draft_model import DraftModelOptions, DraftModelProposer
 from vllm_ext.proposers.sampled import ROOT, TreeBuilder
 from vllm_ext.proposers.tree import Drawn
@@ -123,7 +123,7 @@ def _condition(gumbel: Float64, largest: float) -> Float64:
 class RsdCOptions(DraftModelOptions):
     """Options of ``rsd_c``."""
 
-    branching: list[int] = Field(
+    branching: list[Annotated[int, Field(ge=1, le=MAX_SPECULATIVE_TOKENS)]] = Field(
         default=[3, 2, 1, 1], min_length=1, max_length=32, description="children of each node, by its depth"
     )
 

@@ -11,6 +11,7 @@ from typing import ClassVar
 
 from pydantic import BaseModel, Field
 
+from vllm_ext.kernels.user_paths import UserPath
 from vllm_ext.proposers.base import MAX_SPECULATIVE_TOKENS, MethodOptions
 from vllm_ext.proposers.draft_model import DraftModelProposer, PassOptions
 from vllm_ext.proposers.likeliest_tree import LikeliestTree
@@ -43,7 +44,7 @@ class ShapeOptions(SelfDraftOptions):
 class HeadOptions(BaseModel):
     """Options of those with early exits."""
 
-    heads: str | None = Field(
+    heads: UserPath | None = Field(
         default=None,
         min_length=1,
         description="file that `vllm-ext train exits` has made for this model; none: the model's own norm and head",

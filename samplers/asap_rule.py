@@ -20,6 +20,7 @@ from pydantic import Field, model_validator
 
 from vllm_ext.kernels.learned_arrays import Learned, check_array, check_names
 from vllm_ext.kernels.token_mask import keep_tokens
+from vllm_ext.kernels.user_paths import UserPath
 from vllm_ext.samplers import grammar
 from vllm_ext.samplers.asap import ENTRY_BYTES, ExpectedFuture
 from vllm_ext.samplers.base import Asked, Constraint, LearningRule, Row, RuleOptions, RuleParams, Vocabulary
@@ -31,9 +32,10 @@ class AsapOptions(RuleOptions):
     memory_mb: int = Field(
         default=256,
         ge=1,
+        le=1 << 20,
         description="most memory for what is learnt; of what was not asked for longest it is forgotten",
     )
-    state_dir: str | None = Field(
+    state_dir: UserPath | None = Field(
         default=None,
         min_length=1,
         description="folder where what is learnt is kept over restarts; none: it is forgotten",

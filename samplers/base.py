@@ -26,13 +26,13 @@ from vllm_ext.kernels.learned_arrays import Learned
 class RuleOptions(BaseModel):
     """What the server is started with, as the user writes it in ``--additional-config``. Strict: no unknown key."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
 
 class RuleParams(BaseModel):
     """What a request says, a key of ``vllm_xargs`` each. Strict; the keys of all rules differ."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 import torch
 from pydantic import Field
 
+from vllm_ext.kernels.user_paths import UserPath
 from vllm_ext.samplers import guide_file
 from vllm_ext.samplers.base import Row, RuleParams
 from vllm_ext.samplers.steering import SteeringOptions, SteeringRule
@@ -26,7 +27,7 @@ from vllm_ext.samplers.steering import SteeringOptions, SteeringRule
 class CaadOptions(SteeringOptions):
     """Of the server."""
 
-    file: str = Field(min_length=1, description="the store, as `vllm-ext caad build` makes it")
+    file: UserPath = Field(min_length=1, description="the store, as `vllm-ext caad build` makes it")
     strength: float = Field(default=0.5, ge=0.0, le=100.0, description="of what is found")
     neighbours: int = Field(default=8, ge=1, le=1024, description="how many of the nearest contexts count")
     threshold: float = Field(default=0.7, ge=-1.0, le=1.0, description="least cosine of the nearest one")

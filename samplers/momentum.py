@@ -13,6 +13,7 @@ theirs, the prompt is part of the text.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Annotated
 
 import numpy as np
 import torch
@@ -28,7 +29,7 @@ class MomentumOptions(SteeringOptions):
 
     k: int = Field(default=5, ge=1, le=1024, description="how many of the likeliest tokens are looked at")
     alpha: float = Field(default=0.2, ge=0.0, le=10.0, description="strength of the resistance")
-    resistance: list[float] = Field(
+    resistance: list[Annotated[float, Field(ge=0.0, le=1000.0)]] = Field(
         default=[0.0, 1.0, 2.0, 3.0, 4.0, 5.0],
         min_length=2,
         max_length=32,

@@ -10,6 +10,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 import torch
 from pydantic import Field
 
+from vllm_ext.kernels.user_paths import UserPath
 from vllm_ext.samplers.base import Asked, Row, Rule, RuleOptions, Vocabulary
 
 FIRST_IDS = (
@@ -67,7 +68,7 @@ class SteeringOptions(RuleOptions):
 class CompanionOptions(SteeringOptions):
     """Of rules that read a second model."""
 
-    model: str = Field(
+    model: UserPath = Field(
         min_length=1,
         description="folder or hub name of a companion model with the target's tokenizer; 'self': the target's own "
         "first layers. The same for all rules of a server",

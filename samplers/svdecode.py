@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 import torch
 from pydantic import Field
 
+from vllm_ext.kernels.user_paths import UserPath
 from vllm_ext.samplers import guide_file
 from vllm_ext.samplers.base import Row, RuleParams, Vocabulary
 from vllm_ext.samplers.steering import SteeringOptions, SteeringRule, plausible_mask
@@ -26,7 +27,7 @@ from vllm_ext.samplers.steering import SteeringOptions, SteeringRule, plausible_
 class SvdecodeOptions(SteeringOptions):
     """Of the server."""
 
-    file: str = Field(min_length=1, description="the direction, as `vllm-ext svdecode build` makes it")
+    file: UserPath = Field(min_length=1, description="the direction, as `vllm-ext svdecode build` makes it")
     strength: float = Field(
         default=1.0,
         ge=-100.0,

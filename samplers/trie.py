@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -22,6 +21,7 @@ from pydantic import Field, field_validator
 from vllm_ext.kernels import trie as kernel
 from vllm_ext.kernels.token_mask import mask_rows
 from vllm_ext.kernels.trie import DEAD, Int32, Trie
+from vllm_ext.kernels.user_paths import expand
 from vllm_ext.samplers import trie_file
 from vllm_ext.samplers.base import (
     Asked,
@@ -52,7 +52,14 @@ class TrieOptions(RuleOptions):
     @classmethod
     def _absolute(cls, files: dict[str, str]) -> dict[str, str]:
         """A worker may have another working directory."""
-        return {name: str(Path(file).expanduser().absolute()) for name, file in files.items()}
+        return {name: _absolute(name, file) for name, file in files.items()}
+
+
+def _absolute(name: str, file: str) -> str:
+    try:
+        return str(expand(file))
+    except ValueError as error:
+        raise ValueError(f"{name!r}: {error}") from None
 
 
 class TrieParams(RuleParams):

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
+import re
 from types import SimpleNamespace
 from typing import Any
 
@@ -59,6 +60,17 @@ def test_hyphens_as_in_vllm() -> None:
             "state_interval_minutes=0 is not allowed; allowed: number, 0.1 to 1440",
         ),
         ("model", "gpt2", "unknown option model='gpt2'"),
+        (
+            "state_dir",
+            "~nouser/x",
+            "state_dir='~nouser/x': Could not determine home directory; write the path",
+        ),
+        (
+            "state_dir",
+            "a\0b",
+            "state_dir='a\\x00b': it has a NUL character, which no path can have; remove it",
+        ),
+        ("state_interval_minutes", float("nan"), "state_interval_minutes=nan is not allowed"),
     ],
 )
 def test_bad_options_name_field_value_allowed_and_way_out(option: str, value: Any, says: str) -> None:
@@ -69,6 +81,56 @@ def test_bad_options_name_field_value_allowed_and_way_out(option: str, value: An
     # Always: every option with its range, and what to do.
     assert "matrix_width: integer, 1 to 32" in message
     assert "--speculative-config" in message
+
+
+BRANCHING = "array, 1 to 32 long, each integer, 1 to 128"
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"method": "rsd_c", "branching": [0]}, f"branching.0=0 is not allowed; allowed: {BRANCHING}"),
+        ({"method": "rsd_c", "branching": [10**9] * 32}, f"is not allowed; allowed: {BRANCHING}"),
+        ({"method": "rsd_c", "branching": []}, f"branching=[] is not allowed; allowed: {BRANCHING}"),
+        ({"method": "rsd_c", "branching": [1] * 33}, f"1] is not allowed; allowed: {BRANCHING}"),
+        ({"method": "static_tree", "branching": [1.5]}, "branching.0=1.5 is not allowed"),
+        (
+            {"method": "suffix_tree", "memory_mb": 1e20},
+            "memory_mb=1e+20 is not allowed; allowed: integer, 1 to",
+        ),
+        ({"method": "rest", "datastore": "~nouser/x"}, "datastore='~nouser/x': Could not determine home"),
+        ({"method": "del", "exits": [3, 2]}, "exits=[3, 2]: must be numbers of layers from 1, ascending"),
+        ({"method": "layerskip", "heads": "~nouser/x"}, "heads='~nouser/x': Could not determine home"),
+        (
+            {"method": "hybrid", "drafters": ["stand", "stand"]},
+            "drafters=['stand', 'stand']: 'stand' is there more than once",
+        ),
+        (
+            {"method": "stand", "max-order": 2, "max_order": 3},
+            "speculative_config has 'max-order' and 'max_order', 2 and 3, which are the same option; give one",
+        ),
+        ({"method": "stand", 3: 3}, "unknown option 3=3"),
+        ({"method": "stand", "x" * 10_000: "y" * 10_000}, "unknown option"),
+    ],
+)
+def test_values_that_cannot_work_are_refused_by_name(given: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(says)) as caught:
+        config.parse({"model": "m", **given} if given["method"] in ("rsd_c", "static_tree") else given)
+    assert "Correct or remove" in str(caught.value) or "give one" in str(caught.value)
+    assert len(str(caught.value)) < 2_500
+
+
+def test_a_home_that_nobody_knows_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm_ext import demo_model
+
+    monkeypatch.delenv("VLLM_EXT_CACHE", raising=False)
+    monkeypatch.setattr("os.path.expanduser", lambda path: path)
+    with pytest.raises(ValueError, match="set VLLM_EXT_CACHE to a folder"):
+        demo_model.cache_dir()
+    with pytest.raises(
+        ValueError, match="state_dir='~/x': Could not determine home directory; write the path in full"
+    ):
+        config.parse({"method": "stand", "state_dir": "~/x"})
 
 
 def test_unknown_method_lists_the_known_and_the_nearest() -> None:

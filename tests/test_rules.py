@@ -129,16 +129,38 @@ def test_arrays_that_cannot_be_read(slice_dir: str, tmp_path: Path, array: np.nd
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        (3, r'additional_config\["vllm_ext"\]=3 is not allowed; allowed: an object with \'rules\''),
-        ({"rule": {}}, r"unknown key 'rule'; known: 'rules', 'kv', 'structured_outputs'"),
-        ({"speculation": {}}, r"unknown key 'speculation'; known: 'rules', 'kv', 'structured_outputs'"),
+        (3, r'additional_config\["vllm_ext"\]=3 is not allowed; allowed: an object with some of \'rules\''),
+        ([], r'additional_config\["vllm_ext"\]=\[\] is not allowed; allowed: an object'),
+        (None, r'additional_config\["vllm_ext"\]=None is not allowed; allowed: an object'),
+        ({"kv": None}, r'\["vllm_ext"\]\["kv"\]=None is not allowed; allowed: an object with a method'),
+        ({"structured_outputs": None}, r"None is not allowed; allowed: an object"),
+        (
+            {"rule": {}},
+            r"unknown key 'rule'. Did you mean 'rules'\? Known: 'rules', 'kv', 'structured_outputs'",
+        ),
+        ({"speculation": {}}, r"unknown key 'speculation'. Known: 'rules', 'kv', 'structured_outputs'"),
         ({"rules": {}}, r'\["rules"\]=\{\} is not allowed; allowed: an object of rules: trie'),
         ({"rules": {"tri": {}}}, r"unknown rule 'tri'\. Did you mean 'trie'\? Rules: trie"),
         (
             {"rules": {"trie": {}}},
             r"rule 'trie': files is missing, and required: the sets that requests can name",
         ),
-        ({"rules": {"trie": {"files": {"a": 3}}}}, r"files.a=3 is not allowed; allowed: object"),
+        ({"rules": {"trie": {"files": {"a": 3}}}}, r"files.a=3 is not allowed; allowed: object, at least 1"),
+        (
+            {"rules": {"trie": {"files": {"a": "~nouser/x"}}}},
+            r"files=.*'a': Could not determine home directory; write",
+        ),
+        ({"rules": {"trie": []}}, r"rule 'trie': \[\] is not allowed; allowed: an object"),
+        (
+            {"rules": {"asap": {"memory_mb": 10**20}}},
+            r"memory_mb=1000.* is not allowed; allowed: integer, 1 to",
+        ),
+        ({"rules": {"asap": {"state_dir": "~nouser/x"}}}, r"state_dir='~nouser/x': Could not determine home"),
+        ({"rules": {"caad": {"file": "a\0b"}}}, r"file='a.*b': it has a NUL character"),
+        (
+            {"rules": {"momentum": {"resistance": [0.0, float("nan")]}}},
+            r"resistance.1=nan is not allowed; allowed: array",
+        ),
         (
             {"rules": {"trie": {"files": {"a": "x"}, "b": 1}}},
             r"unknown option b=1.*`vllm-ext rules NAME` explains",

@@ -47,7 +47,10 @@ def check(additional: Any = STRICT, backend: str = "auto", extra: Any = None, **
     [
         (3, "allowed: an object"),
         ({"strict": "yes"}, r"strict='yes' is not allowed; allowed: boolean"),
-        ({"strickt": True}, r"unknown option strickt=True\. Options: strict: boolean\. Correct or remove"),
+        (
+            {"strickt": True},
+            r"unknown option strickt=True\. Did you mean 'strict'\? Options: strict: boolean\. Correct or remove",
+        ),
     ],
 )
 def test_what_is_wrong_is_named(given: Any, says: str) -> None:

@@ -13,12 +13,34 @@ from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
 
+from vllm_ext.allowed import MOST_QUOTED, hint, in_words, nearest, quoted
 from vllm_ext.proposers.base import MethodOptions, Proposer
 from vllm_ext.proposers.registry import METHODS, load_method, unknown_method
 
 ADDITIONAL_CONFIG_KEY = "vllm_ext"
 # Keys under that; the first is ours alone to write.
 SPECULATION, RULES, KV, STRUCTURED_OUTPUTS = "speculation", "rules", "kv", "structured_outputs"
+FIELD = f'additional_config["{ADDITIONAL_CONFIG_KEY}"]'
+MOST_PROBLEMS = 8  # in a message
+# Keys of vLLM's own methods, and what ours have in their place.
+BUDGET = "budget='goodput', the default, drafts less where the load is high, down to nothing. Leave it out"
+RANKS = "drafting takes the ranks of the target (tensor_parallel_size). Leave it out"
+MATCH = "{} of methods rest and suffix_tree is the like. Leave it out"
+VLLMS_KEYS = {
+    "disable_by_batch_size": BUDGET,
+    "speculative_disable_by_batch_size": BUDGET,
+    "num_speculative_tokens_per_batch_size": BUDGET,
+    "enable_adaptive_verification": BUDGET,
+    "draft_tensor_parallel_size": RANKS,
+    "tensor_parallel_size": RANKS,
+    "prompt_lookup_min": MATCH.format("min_match"),
+    "prompt_lookup_max": MATCH.format("max_match"),
+    "suffix_decoding_max_tree_depth": MATCH.format("max_match"),
+    "suffix_decoding_max_cached_requests": "memory_mb of method suffix_tree is the like. Leave it out",
+    "speculative_token_tree": "trees take the form that pays, up to num_speculative_tokens nodes. Leave it out",
+    "rejection_sample_method": "verification samples as vLLM does without speculation. Leave it out",
+    "draft_sample_method": "the method says how it draws. Leave it out",
+}
 
 
 @dataclass(frozen=True)
@@ -59,13 +81,21 @@ def parse(speculative_config: Mapping[str, Any]) -> Settings:
             the field, the value, what is allowed and the way out.
     """
     # vLLM accepts hyphens in these keys, so we do.
-    given = {key.replace("-", "_"): value for key, value in speculative_config.items()}
+    given: dict[str, Any] = {}
+    for key, value in speculative_config.items():
+        name = str(key).replace("-", "_")
+        if name in given:
+            raise ValueError(
+                f"speculative_config has {name.replace('_', '-')!r} and {name!r}, {quoted(given[name])} and "
+                f"{quoted(value)}, which are the same option; give one of them."
+            )
+        given[name] = value
     method = given.pop("method")
     proposer_class = load_method(method)
     try:
         options = proposer_class.Options.model_validate(given)
     except ValidationError as error:
-        explained = explain(proposer_class.Options, error, f"Options of {method}")
+        explained = explain(proposer_class.Options, error, f"Options of {method}", VLLMS_KEYS)
         raise ValueError(
             f"speculative_config for method {method!r}: {explained} "
             "Correct or remove it in --speculative-config; `vllm-ext methods NAME` explains each option."
@@ -82,24 +112,66 @@ def from_vllm_config(vllm_config: Any) -> Settings | None:
 def ours(config: Any) -> Mapping[str, Any]:
     """What is ours in the ``additional_config`` of a VllmConfig or of EngineArgs; empty where nothing is."""
     additional = config.additional_config
-    found = additional.get(ADDITIONAL_CONFIG_KEY) if isinstance(additional, Mapping) else None
-    return {} if found is None else found
+    if not isinstance(additional, Mapping) or ADDITIONAL_CONFIG_KEY not in additional:
+        return {}
+    found = additional[ADDITIONAL_CONFIG_KEY]
+    if not isinstance(found, Mapping):
+        raise ValueError(
+            f"{FIELD}={quoted(found)} is not allowed; allowed: an object with some of {RULES!r}, {KV!r}, "
+            f"{STRUCTURED_OUTPUTS!r}. Correct or remove it in --additional-config."
+        )
+    return found
 
 
-def is_ours(speculative_config: Mapping[str, Any] | None) -> bool:
+def check_spelling(config: Any) -> None:
+    """Refuse a key beside ours that was meant to be ours; others belong to others.
+
+    Args:
+        config: EngineArgs.
+
+    Raises:
+        ValueError: naming it.
+    """
+    additional = config.additional_config
+    for key in additional if isinstance(additional, Mapping) else ():
+        if key != ADDITIONAL_CONFIG_KEY and nearest(str(key), (ADDITIONAL_CONFIG_KEY,)):
+            raise ValueError(
+                f"additional_config has an unknown key {key!r}. Did you mean {ADDITIONAL_CONFIG_KEY!r}? Correct or "
+                "remove it in --additional-config."
+            )
+
+
+def is_ours(speculative_config: Any) -> bool:
     """Whether the config names one of our methods."""
-    method = speculative_config.get("method") if speculative_config else None
+    method = speculative_config.get("method") if isinstance(speculative_config, Mapping) else None
     return isinstance(method, str) and method in METHODS
 
 
-def check_known(speculative_config: Mapping[str, Any]) -> None:
-    """Refuse a method name that is neither ours nor vLLM's, listing both.
+def check_known(speculative_config: Any) -> None:
+    """Refuse what can be no method of ours or vLLM's.
 
     Raises:
-        ValueError: vLLM alone would list only its own names.
+        ValueError: a method that nobody knows, several of them, or no object.
     """
     from vllm.config.speculative import SpeculativeMethod
 
+    several = speculative_config if isinstance(speculative_config, list) else None
+    if isinstance(speculative_config, Mapping):
+        several = speculative_config.get("method")
+    if isinstance(several, list):
+        raise ValueError(
+            f"speculative_config.method={quoted(several)} is not allowed; allowed: one name. Several methods of "
+            'vllm-ext draft together by {"method": "hybrid", "drafters": [...]}.'
+        )
+    if not isinstance(speculative_config, Mapping):
+        raise ValueError(
+            f"speculative_config={quoted(speculative_config)} is not allowed; allowed: an object with a method. "
+            "Correct or remove --speculative-config."
+        )
+    if "method" not in speculative_config:
+        for key in speculative_config:
+            if nearest(str(key), ("method",)):
+                raise ValueError(f"speculative_config has an unknown key {key!r}. Did you mean 'method'?")
     method = speculative_config.get("method")
     theirs = _flatten(SpeculativeMethod)
     if method is not None and method not in (*theirs, "[ngram]"):
@@ -109,17 +181,9 @@ def check_known(speculative_config: Mapping[str, Any]) -> None:
 def option_rows(options: type[BaseModel]) -> list[tuple[str, str, str, str]]:
     """Name, default, allowed and meaning of each option, for tables and error messages."""
     rows = []
-    schema = options.model_json_schema()["properties"]
-    for name, field in schema.items():
-        choices = field.get("anyOf", [field])
-        allowed = " or ".join(choice["type"] for choice in choices)
-        low, high = choices[0].get("minimum"), choices[0].get("maximum")
-        if low is not None:
-            allowed += f", at least {low}" if high is None else f", {low} to {high}"
-        if "enum" in field:
-            allowed = " or ".join(map(repr, field["enum"]))
+    for name, field in options.model_json_schema()["properties"].items():
         default = str(field["default"]) if "default" in field else "required"
-        rows.append((name, default, allowed, field.get("description", "")))
+        rows.append((name, default, in_words(field), field.get("description", "")))
     return rows
 
 
@@ -131,28 +195,45 @@ def _flatten(literal: Any) -> list[str]:
     return values
 
 
-def explain(options: type[BaseModel], error: ValidationError, title: str) -> str:
+def explain(
+    options: type[BaseModel], error: ValidationError, title: str, others: Mapping[str, str] | None = None
+) -> str:
     """What is wrong with some options, field by field, and then those that there are.
 
     Args:
         options: what was to be validated.
         error: what came of it.
         title: of the list of options.
+        others: of names that are no options, what to say of them.
     """
     allowed = {name: text for name, _, text, _ in option_rows(options)}
-    lines = []
+    lines: dict[
+        str, str
+    ] = {}  # by field: of a choice of types the last, which is the one nearest to what was meant
     for problem in error.errors(include_url=False):
-        field = ".".join(str(part) for part in problem["loc"])
+        top, *inner = [
+            str(part) if len(str(part)) <= MOST_QUOTED else quoted(part) for part in problem["loc"]
+        ] or [""]
+        # Between them stand names of types, where there is a choice.
+        field = ".".join([top, *(part for part in inner if not _is_type(part))])
+        shown = f"{field}={quoted(problem['input'])}" if field else quoted(problem["input"])
         if problem["type"] == "extra_forbidden":
-            lines.append(f"unknown option {field}={problem['input']!r}")
+            instead = (others or {}).get(field)
+            line = f"unknown option {shown}{f': {instead}' if instead else f'.{hint(field, allowed)}'}"
         elif problem["type"] == "value_error":  # a validator's own words
-            lines.append(f"{field}={problem['input']!r}: {problem['ctx']['error']}")
+            line = f"{shown}: {problem['ctx']['error']}" if field else str(problem["ctx"]["error"])
         elif problem["type"] == "missing":
-            lines.append(f"{field} is missing, and required: {options.model_fields[field].description}")
+            line = f"{field} is missing, and required: {options.model_fields[field].description}"
         else:
-            top = str(problem["loc"][0]) if problem["loc"] else ""
-            lines.append(
-                f"{field}={problem['input']!r} is not allowed; allowed: {allowed.get(top, 'an object')}"
-            )
+            line = f"{shown} is not allowed; allowed: {allowed.get(top, 'an object')}"
+        lines[top] = line
     known = "; ".join(f"{name}: {text}" for name, text in allowed.items())
-    return f"{'. '.join(lines)}. {title}: {known}."
+    sentences = [
+        line if line.endswith(("?", ".")) else f"{line}." for line in list(lines.values())[:MOST_PROBLEMS]
+    ]
+    return f"{' '.join(sentences)} {title}: {known}."
+
+
+def _is_type(part: str) -> bool:
+    """Whether a part of an error's place is the name of a type, not a key or a number."""
+    return part in ("str", "int", "float", "bool") or part.endswith(("]", ")"))

@@ -24,7 +24,14 @@ MANIFEST = "vllm_ext_manifest.json"
 
 def cache_dir() -> Path:
     """Where unpacked models live."""
-    return Path(os.environ.get("VLLM_EXT_CACHE") or Path.home() / ".cache" / "vllm-ext")
+    if given := os.environ.get("VLLM_EXT_CACHE"):
+        return Path(given)
+    try:
+        return Path.home() / ".cache" / "vllm-ext"
+    except RuntimeError:
+        raise ValueError(
+            "there is no home folder; set VLLM_EXT_CACHE to a folder for the unpacked model"
+        ) from None
 
 
 def is_complete(model: Path) -> bool:

@@ -14,11 +14,12 @@ from typing import Any
 from pydantic import ValidationError
 
 from vllm_ext import config
+from vllm_ext.allowed import quoted
 from vllm_ext.codecs.base import CodecOptions, KVCodec
 from vllm_ext.codecs.registry import load_codec
 from vllm_ext.proposers.draft_model import PassOptions
 
-FIELD = f'additional_config["{config.ADDITIONAL_CONFIG_KEY}"]["{config.KV}"]'
+FIELD = f'{config.FIELD}["{config.KV}"]'
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,8 @@ def parse(given: Any) -> KVSettings:
     """
     if not isinstance(given, Mapping) or "method" not in given:
         raise ValueError(
-            f'{FIELD}={given!r} is not allowed; allowed: an object with a method, {{"method": "kivi", "bits": 4}} say'
+            f"{FIELD}={quoted(given)} is not allowed; allowed: an object with a method, "
+            '{"method": "kivi", "bits": 4} say'
         )
     options = {key: value for key, value in given.items() if key != "method"}
     try:
@@ -87,8 +89,8 @@ def parse(given: Any) -> KVSettings:
 
 def from_config(carrier: Any) -> KVSettings | None:
     """The settings in the ``additional_config`` of a VllmConfig or of EngineArgs; None where there are none."""
-    stored = config.ours(carrier).get(config.KV)
-    return None if stored is None else parse(stored)
+    ours = config.ours(carrier)
+    return parse(ours[config.KV]) if config.KV in ours else None
 
 
 def check_engine_args(args: Any, kv: KVSettings, companion: bool, settings: config.Settings | None) -> None:

@@ -68,6 +68,7 @@ def _create_engine_config(original: Any, engine_args: Any, *args: Any, **kwargs:
     """
     from vllm_ext import config
 
+    config.check_spelling(engine_args)
     speculates = config.is_ours(engine_args.speculative_config)
     if engine_args.speculative_config and not speculates:
         config.check_known(engine_args.speculative_config)

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from pydantic import ValidationError
 
 from vllm_ext import config
+from vllm_ext.allowed import hint, nearest, quoted
 from vllm_ext.proposers.base import Request
 from vllm_ext.proposers.tree import DraftTree
 from vllm_ext.proposers.under_grammar import under_grammar
@@ -24,7 +25,7 @@ from vllm_ext.samplers.registry import RULES, load_rule, unknown_rule
 from vllm_ext.samplers.steering import CompanionOptions, PausingRule, SteeringOptions, SteeringRule
 from vllm_ext.vocabulary import ModelVocabulary
 
-FIELD = f'additional_config["{config.ADDITIONAL_CONFIG_KEY}"]'
+FIELD = config.FIELD
 # Keys that the engine puts into SamplingParams.extra_args; see `vllm_ext.twins`.
 ENGINE_KEYS = ("vllm_ext_twin_prompt", "vllm_ext_twin", "vllm_ext_twin_owner", "vllm_ext_trunk")
 EXAMPLE = '--additional-config \'{"vllm_ext": {"rules": {"%s": {...}}}}\''
@@ -214,6 +215,11 @@ class RuleSettings:
         """
         if own := [key for key in ENGINE_KEYS if key in (params.extra_args or {})]:
             raise ValueError(f"vllm_xargs {own[0]}: it is the engine's own. Leave it out.")
+        for key in params.extra_args or {}:
+            if key not in _keys() and (meant := nearest(str(key), tuple(_keys()))):
+                raise ValueError(
+                    f"vllm_xargs has an unknown key {quoted(key)}. Did you mean {meant!r}? Correct or remove it."
+                )
         asked = asked_of(params)
         under = self.of_request(params)
         if len(closed := [name for name, _ in under if load_rule(name).closed]) > 1:
@@ -274,7 +280,7 @@ def parse(given: Any) -> RuleSettings:
     """
     if not isinstance(given, Mapping) or not given:
         raise ValueError(
-            f'{FIELD}["rules"]={given!r} is not allowed; allowed: an object of rules: {", ".join(RULES)}.'
+            f'{FIELD}["rules"]={quoted(given)} is not allowed; allowed: an object of rules: {", ".join(RULES)}.'
         )
     if unknown := [name for name in given if name not in RULES]:
         raise ValueError(f"{FIELD}: {unknown_rule(unknown[0])}")
@@ -315,11 +321,11 @@ def from_config(engine_args: Any) -> RuleSettings | None:
         ValueError: see `parse`; or something else stands beside them.
     """
     ours = config.ours(engine_args)
-    if not isinstance(ours, Mapping):
-        raise ValueError(f"{FIELD}={ours!r} is not allowed; allowed: an object with {config.RULES!r}.")
     known = (config.RULES, config.KV, config.STRUCTURED_OUTPUTS)
     if unknown := [key for key in ours if key not in known]:
-        raise ValueError(f"{FIELD}: unknown key {unknown[0]!r}; known: {', '.join(map(repr, known))}.")
+        raise ValueError(
+            f"{FIELD}: unknown key {quoted(unknown[0])}.{hint(unknown[0], known)} Known: {', '.join(map(repr, known))}."
+        )
     return parse(ours[config.RULES]) if config.RULES in ours else None
 
 

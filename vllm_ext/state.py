@@ -31,6 +31,7 @@ import numpy as np
 
 from vllm_ext import __version__, vocabulary
 from vllm_ext.kernels.learned_arrays import Learned
+from vllm_ext.kernels.user_paths import expand
 
 logger = logging.getLogger("vllm.vllm_ext")
 
@@ -93,7 +94,10 @@ def prepare_folder(path: str, field: str = "state_dir", option: str = "--specula
     Raises:
         ValueError: it is none, or nothing can be written there; the message names the field and the way out.
     """
-    folder = Path(path).expanduser().absolute()
+    try:
+        folder = expand(path)
+    except ValueError as error:
+        raise ValueError(f"{field}={path!r}: {error}, or remove {field} from {option}") from None
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):

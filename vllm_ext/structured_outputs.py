@@ -22,7 +22,7 @@ from vllm.exceptions import VLLMValidationError
 from vllm_ext import config, rules
 from vllm_ext.samplers.strict_schema import Problem, first_problem
 
-FIELD = f'additional_config["{config.ADDITIONAL_CONFIG_KEY}"]["{config.STRUCTURED_OUTPUTS}"]'
+FIELD = f'{config.FIELD}["{config.STRUCTURED_OUTPUTS}"]'
 READ_OF = "0.2.8"  # the xgrammar that `first_problem` describes
 IN_PART = "xgrammar would enforce the JSON schema only in part"  # in each refusal
 GUIDANCE = "--structured-outputs-config.backend guidance"
@@ -58,8 +58,8 @@ def is_strict(carrier: Any) -> bool:
     Raises:
         ValueError: see `parse`.
     """
-    stored = config.ours(carrier).get(config.STRUCTURED_OUTPUTS)
-    return stored is not None and parse(stored).strict
+    ours = config.ours(carrier)
+    return config.STRUCTURED_OUTPUTS in ours and parse(ours[config.STRUCTURED_OUTPUTS]).strict
 
 
 def check_vllm_config(vllm_config: Any) -> str | None:

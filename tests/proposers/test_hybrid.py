@@ -204,10 +204,11 @@ def test_warm_up_changes_nothing() -> None:
 
 def test_options_make_the_drafters() -> None:
     options = HybridOptions.model_validate(
-        {"drafters": ["token_recycling", {"method": "token_recycling", "matrix_width": 3}]}
+        {"drafters": ["stand", {"method": "token_recycling", "matrix_width": 3}]}
     )
     hybrid = Hybrid.from_options(options, 100)
-    assert [drafter.verified_top_k for drafter in hybrid.drafters] == [8, 3]
+    assert [type(drafter).__name__ for drafter in hybrid.drafters] == ["Stand", "TokenRecycling"]
+    assert hybrid.drafters[1].verified_top_k == 3
     assert hybrid.memory_bytes > sum(drafter.memory_bytes for drafter in hybrid.drafters)
 
 
@@ -223,6 +224,7 @@ def test_options_make_the_drafters() -> None:
             r"token_recycling\.matrix_width=0: .*options are",
         ),
         ([{"method": "token_recycling", "budget": "fixed"}], r"budget is an option of the whole"),
+        (["stand", {"method": "stand", "max_order": 2}], r"'stand' is there more than once"),
         ([], r"at least 1"),
         (["token_recycling"] * 5, r"at most 4"),
     ],

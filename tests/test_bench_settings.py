@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from vllm_ext.bench_settings import parse_batch_sizes, parse_methods
+from vllm_ext.bench_settings import parse_batch_sizes, parse_methods, short_labels
 
 
 def test_plain_is_added_first_and_has_no_config() -> None:
@@ -84,3 +84,14 @@ def test_batch_sizes() -> None:
 def test_batch_sizes_refused(text: str) -> None:
     with pytest.raises(ValueError, match="--batch-size="):
         parse_batch_sizes(text)
+
+
+def test_short_labels_are_names_and_never_cut() -> None:
+    labels = [
+        "plain",
+        "hybrid(budget=fixed, nodes=16)",
+        "ngram(a=1)",
+        "rest(drafters=none, x=1)",
+        "rest(drafters=none, x=2)",
+    ]
+    assert list(short_labels(labels).values()) == ["plain", "hybrid", "ngram(a=1)", "rest 1", "rest 2"]

@@ -14,7 +14,7 @@ from rich.table import Table
 
 from vllm_ext.bench_serving import ServingReport, ServingSettings, parse_limits, parse_loads, parse_urls
 from vllm_ext.bench_serving_stats import latency, number, same
-from vllm_ext.bench_settings import Settings
+from vllm_ext.bench_settings import Settings, short_labels
 
 # Options of a bench over HTTP, and those that only a bench without it has, or only servers of our own.
 HTTP_OPTIONS = ("concurrency", "request_rate", "url")
@@ -89,21 +89,23 @@ def serving_settings(
 
 
 def show(console: Console, report: ServingReport) -> None:
-    """Print the tables: speed and latency, then what steps were made of."""
-    for head, columns in (("ms: median / p90 / p99", LATENCY), ("steps", STEPS)):
-        table = Table(title=head, title_justify="left", box=SIMPLE, padding=(0, 1, 0, 0))
-        kept = [name for name, cell in columns.items() if any(cell(row) != "-" for row in report.rows)]
-        table.add_column("method", overflow="fold")
-        for name in kept:
-            table.add_column(name, justify="right", no_wrap=True)
-        previous = None
-        for row in report.rows:
-            if row["load"] != previous:
-                table.add_section()
-                table.add_row(f"[bold]{escape(row['load'])}[/]", *[""] * len(kept))
-                previous = row["load"]
-            table.add_row("  " + escape(row["label"]), *(columns[name](row) for name in kept))
-        console.print(table)
+    """Print two tables for each load, speed with latency and steps; below them what short names stand for."""
+    labels = list(dict.fromkeys(row["label"] for row in report.rows))
+    short = short_labels(labels)
+    for load in dict.fromkeys(row["load"] for row in report.rows):
+        rows = [row for row in report.rows if row["load"] == load]
+        for what, columns in (("milliseconds: median / p90 / p99", LATENCY), ("steps", STEPS)):
+            table = Table(title=f"{load}, {what}", title_justify="left", box=SIMPLE, padding=(0, 1, 0, 0))
+            kept = [name for name, cell in columns.items() if any(cell(row) != "-" for row in rows)]
+            table.add_column("", no_wrap=True)
+            for name in kept:
+                table.add_column(name, justify="right", no_wrap=True)
+            for row in rows:
+                table.add_row(escape(short[row["label"]]), *(columns[name](row) for name in kept))
+            console.print(table)
+    for label in labels:
+        if short[label] != label:
+            console.print(f"{escape(short[label])}: {escape(label)}", highlight=False, soft_wrap=True)
 
 
 Cells = dict[str, Callable[[dict[str, Any]], str]]

@@ -17,12 +17,7 @@ from vllm_ext.bench_serving_stats import latency, number, same
 from vllm_ext.bench_settings import PLAIN
 from vllm_ext.bench_tables import Cell, Key, Table, figure_cell, is_lost, method_keys
 
-LATENCIES = {
-    "ttft": "first token, ms",
-    "tpot": "per output token, ms",
-    "itl": "between pieces, ms",
-    "e2el": "whole request, ms",
-}
+LATENCIES = ("ttft", "tpot", "itl", "e2el")
 
 
 class ServingRow(BaseModel):
@@ -86,7 +81,14 @@ def serving_section(name: str, raw: Any, number_of_section: int) -> Section:
         wrong=wrong,
         legend=list(keys.values()),
         compared=any(row.same_as_plain is not None for row in rows),
-        summaries=[_summary(load, [row for row in whole if row["load"] == load], keys) for load in loads],
+        summaries=[
+            _summary(load, what, columns, [row for row in whole if row["load"] == load], keys)
+            for load in loads
+            for what, columns in (
+                ("latencies are median / p90 / p99. Small: the lowest and the highest round", SPEED),
+                ("what steps were made of", STEPS),
+            )
+        ],
         plots=_plots(rows, whole, keys, f"v{number_of_section}"),
         remarks=notices,
         environments=environments_of([(name, environment)]),
@@ -117,32 +119,36 @@ def _verdict(rows: Sequence[ServingRow]) -> tuple[str, list[str]]:
     return said + ".", []
 
 
-def _summary(load: str, rows: list[dict[str, Any]], keys: dict[str, Key]) -> Table:
-    columns: dict[str, Callable[[dict[str, Any]], Cell]] = {
-        "speed-up": lambda row: figure_cell(
-            row["speedup_vs_plain"],
-            row["speedup_vs_plain_rounds"],
-            ".2f",
-            "x",
-            is_lost(row["speedup_vs_plain"]),
-        ),
-        "output tokens/s": lambda row: figure_cell(
-            row["output_tokens_per_s"], row["output_tokens_per_s_rounds"], ".1f"
-        ),
-        **{
-            head: (lambda row, name=name: Cell(latency(row, name)))  # type: ignore[misc]
-            for name, head in LATENCIES.items()
-        },
-        "tokens/step": lambda row: Cell(number(row["tokens_per_step"], ".2f")),
-        "accepted": lambda row: Cell(number(row["acceptance"], ".0%")),
-        "step, ms": lambda row: Cell(number(row["step_ms"], ".1f")),
-        "target efficiency": lambda row: Cell(number(row["target_efficiency"], ".2f")),
-        "goodput": lambda row: Cell(number(row["goodput_share"], ".0%")),
-        "same as plain": lambda row: Cell(same(row)),
-    }
+Columns = dict[str, Callable[[dict[str, Any]], Cell]]
+SPEED: Columns = {
+    "speed-up": lambda row: figure_cell(
+        row["speedup_vs_plain"], row["speedup_vs_plain_rounds"], ".2f", "x", is_lost(row["speedup_vs_plain"])
+    ),
+    "output tokens/s": lambda row: figure_cell(
+        row["output_tokens_per_s"], row["output_tokens_per_s_rounds"], ".1f"
+    ),
+    "first token, ms": lambda row: Cell(latency(row, "ttft")),
+    "per output token, ms": lambda row: Cell(latency(row, "tpot")),
+    "between pieces, ms": lambda row: Cell(latency(row, "itl")),
+    "whole request, ms": lambda row: Cell(latency(row, "e2el")),
+}
+STEPS: Columns = {
+    "tokens/step": lambda row: Cell(number(row["tokens_per_step"], ".2f")),
+    "drafts/step": lambda row: Cell(number(row["draft_tokens_per_request_step"], ".1f")),
+    "accepted": lambda row: Cell(number(row["acceptance"], ".0%")),
+    "step, ms": lambda row: Cell(number(row["step_ms"], ".1f")),
+    "target efficiency": lambda row: Cell(number(row["target_efficiency"], ".2f")),
+    "goodput": lambda row: Cell(number(row["goodput_share"], ".0%")),
+    "same as plain": lambda row: Cell(same(row)),
+}
+
+
+def _summary(
+    load: str, what: str, columns: Columns, rows: list[dict[str, Any]], keys: dict[str, Key]
+) -> Table:
     kept = [head for head, cell in columns.items() if any(cell(row).text != "-" for row in rows)]
     return Table(
-        f"{load.capitalize()}: latencies are median / p90 / p99. Small: the lowest and the highest round.",
+        f"{load.capitalize()}{', steps' if columns is STEPS else ''}: {what}.",
         kept,
         "method",
         [(keys[row["label"]], [columns[head](row) for head in kept]) for row in rows],

@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 PLAIN = "plain"
+SHORT = 15  # characters of a label that tables take as it is
 NUM_SPECULATIVE_TOKENS = 5
 # Filled in when not given: vLLM's own ngram default, matches of exactly 5 tokens, rarely drafts.
 DEFAULT_OPTIONS = {"ngram": {"prompt_lookup_max": 4, "prompt_lookup_min": 2}}
@@ -64,6 +66,19 @@ def split_outside_brackets(text: str) -> list[str]:
             start = position + 1
     items.append(text[start:])
     return [item.strip() for item in items if item.strip()]
+
+
+def short_labels(labels: Sequence[str]) -> dict[str, str]:
+    """For narrow tables: a method's name, with a number where several have it; the whole label where that is short."""
+    short: dict[str, str] = {}
+    for label in labels:
+        name = label.partition("(")[0]
+        alike = [other for other in labels if other.partition("(")[0] == name]
+        if len(label) <= SHORT or label == name:
+            short[label] = label
+        else:
+            short[label] = name if len(alike) == 1 else f"{name} {alike.index(label) + 1}"
+    return short
 
 
 def _from_text(item: str) -> Method:

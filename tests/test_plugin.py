@@ -115,7 +115,7 @@ def test_register_twice_wraps_once() -> None:
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"speculative_config": {"method": "token_recyclin"}}, r"'token_recyclin'.*ngram.*Did you mean"),
+        ({"speculative_config": {"method": "token_recyclin"}}, r"'token_recyclin'.*Did you mean 'token_recycling'"),
         (
             {"speculative_config": {**METHOD, "num_speculative_tokens": 0}},
             r"num_speculative_tokens=0.*1 to 128",
@@ -127,6 +127,12 @@ def test_register_twice_wraps_once() -> None:
             r"state_dir='/dev/null': nothing can be written there.*name a folder",
         ),
         ({"speculative_config": METHOD, "pipeline_parallel_size": 2}, r"pipeline_parallel_size=2.*must be 1"),
+        (
+            {"additional_config": {"vllm-ext": {"rules": {"dola": {}}}}},
+            r"'vllm-ext'. Did you mean 'vllm_ext'",
+        ),
+        ({"additional_config": {"vllm_ext": []}}, r"=\[\] is not allowed; allowed: an object"),
+        ({"speculative_config": {"method": ["token_recycling", "stand"]}}, r"one name.*hybrid"),
         ({"speculative_config": METHOD, "worker_cls": "my.Worker"}, r"worker_cls='my.Worker'.*'auto'"),
         ({"speculative_config": METHOD, "async_scheduling": True}, r"async_scheduling=True.*False"),
         ({"speculative_config": METHOD, "runner": "pooling"}, r"runner='pooling'.*generate"),

@@ -7,6 +7,7 @@ Nothing of vLLM's but the names of some fields of SamplingParams; `v1_rules` is 
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -28,6 +29,7 @@ from vllm_ext.vocabulary import ModelVocabulary
 FIELD = config.FIELD
 # Keys that the engine puts into SamplingParams.extra_args; see `vllm_ext.twins`.
 ENGINE_KEYS = ("vllm_ext_twin_prompt", "vllm_ext_twin", "vllm_ext_twin_owner", "vllm_ext_trunk")
+MOST_OTHERS = 64  # keys of a request that are compared with ours
 EXAMPLE = '--additional-config \'{"vllm_ext": {"rules": {"%s": {...}}}}\''
 
 
@@ -215,8 +217,9 @@ class RuleSettings:
         """
         if own := [key for key in ENGINE_KEYS if key in (params.extra_args or {})]:
             raise ValueError(f"vllm_xargs {own[0]}: it is the engine's own. Leave it out.")
-        for key in params.extra_args or {}:
-            if key not in _keys() and (meant := nearest(str(key), tuple(_keys()))):
+        strangers = (key for key in params.extra_args or {} if key not in _keys())
+        for key in itertools.islice(strangers, MOST_OTHERS):
+            if meant := nearest(str(key), tuple(_keys())):
                 raise ValueError(
                     f"vllm_xargs has an unknown key {quoted(key)}. Did you mean {meant!r}? Correct or remove it."
                 )

@@ -156,10 +156,26 @@ def test_rules_of_requests(server: demo.Server) -> None:
         {"vllm_xargs": {"cad_context": "Which animal", "cad_alpha": 0.0}},
         {"vllm_xargs": {"cad_context": "Which animal", "cad_alpha": 3.0}},
         {"vllm_xargs": {"cad_context": "Which plant"}},
+        {"vllm_xargs": {"trei": "pets"}},
+        {"vllm_xargs": {"no_such_rule": "pets"}},
     ]
     with ThreadPoolExecutor(8) as pool:
         replies = list(pool.map(lambda body: ask(**body), bodies))
-    assert [status for status, _ in replies] == [200, 200, 200, 400, 400, 400, 200, 400, 200, 200, 400]
+    assert [status for status, _ in replies] == [
+        200,
+        200,
+        200,
+        400,
+        400,
+        400,
+        200,
+        400,
+        200,
+        200,
+        400,
+        400,
+        200,
+    ]
     texts = [reply["choices"][0]["message"]["content"] for _, reply in replies[:3]]
     assert set(texts[:2]) <= set(ANSWERS)
     assert texts[2] not in ANSWERS
@@ -170,6 +186,7 @@ def test_rules_of_requests(server: demo.Server) -> None:
     assert weighed["kv_transfer_params"]["vllm_ext"]["awrs_log_weight"] <= 0.0
     assert replies[0][1]["kv_transfer_params"] is None
     assert "vllm_xargs awrs_json: Invalid JSON" in json.dumps(replies[7][1])
+    assert "unknown key 'trei'. Did you mean 'trie'?" in json.dumps(replies[11][1])
     steered = [reply["choices"][0]["message"]["content"] for _, reply in replies[8:10]]
     assert steered[0] == texts[2] != steered[1]
     assert "cad_context='Which plant' is not in the prompt" in json.dumps(replies[10][1])

@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import functools
 import random
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import vllm.outputs
 from vllm import SamplingParams
 from vllm.engine.arg_utils import EngineArgs
 from vllm.utils.hashing import sha256
@@ -203,9 +205,33 @@ def test_pairs_stay_in_step_and_end(slice_dir: str, policy: str, num_blocks: int
         assert not engine.scheduler.requests
 
 
-def test_a_pair_that_has_no_room_ends_with_an_error(slice_dir: str) -> None:
-    """Each half would fit, and a pair that is shorter does; others are served."""
+@dataclass
+class RequestError:
+    """vLLM 0.33's."""
+
+    code: str
+    message: str
+
+
+@pytest.mark.parametrize("version", ["0.32", "0.33"])
+def test_a_pair_that_has_no_room_ends_with_an_error(
+    slice_dir: str, version: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each half would fit, and a pair that is shorter does; others are served.
+
+    Found: 0.33 has a dict of errors where 0.32 has a set of ids.
+    """
     engine = Engine(slice_dir, 17, "fcfs", 0)
+    errors: dict[str, RequestError] = {}
+    if version == "0.33":
+        monkeypatch.setattr(vllm.outputs, "RequestError", RequestError, raising=False)
+
+        class Errors(dict[str, RequestError]):
+            def clear(self) -> None:
+                errors.update(self)
+                super().clear()
+
+        engine.scheduler.grammar_compile_error_reqs = Errors()
     engine.add("large", 140, 130, 20)
     engine.add("small", 100, 90, 20)
     engine.add("free", 200, None, 20)
@@ -215,6 +241,9 @@ def test_a_pair_that_has_no_room_ends_with_an_error(slice_dir: str) -> None:
         "small": FinishReason.LENGTH,
         "free": FinishReason.LENGTH,
     }
+    if version == "0.33":
+        assert [(name, error.code) for name, error in errors.items()] == [("large", "validation_error")]
+        assert "Raise gpu_memory_utilization" in errors["large"].message
     assert not engine.scheduler.requests
 
 

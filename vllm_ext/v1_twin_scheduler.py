@@ -12,6 +12,7 @@ import time
 from typing import Any
 
 from vllm import SamplingParams
+from vllm import outputs as vllm_outputs
 from vllm.logger import init_logger
 from vllm.v1.core.sched.scheduler import Scheduler as StockScheduler
 from vllm.v1.request import Request, RequestStatus
@@ -28,7 +29,7 @@ class TwinScheduler(StockScheduler):  # type: ignore[misc]  # vLLM is untyped to
     requests: dict[str, Any]
     running: list[Any]
     waiting: Any
-    grammar_compile_error_reqs: set[str]
+    grammar_compile_error_reqs: Any
     max_model_len: int
 
     _num_stuck = 0  # steps on end whose requests have all waited for their other halves
@@ -143,12 +144,11 @@ class TwinScheduler(StockScheduler):  # type: ignore[misc]  # vLLM is untyped to
         first = min(alone, key=lambda request: (request.priority, request.arrival_time))
         if len(self.running) == 1 and self._num_stuck > 1:
             owner = self._owners.get(first.request_id, first.request_id)
-            logger.error(
-                "vllm-ext: request %s and what a rule has read beside it need more KV blocks at once than there are; "
-                "it ends. Raise gpu_memory_utilization or kv_cache_memory_bytes, or lower max_model_len.",
+            self._end_with_error(
                 owner,
+                f"request {owner} and what a rule has read beside it need more KV blocks at once than there are; it "
+                "ends. Raise gpu_memory_utilization or kv_cache_memory_bytes, or lower max_model_len.",
             )
-            self.grammar_compile_error_reqs.add(owner)  # vLLM's list of what ends with an error
             return
         for request in [each for each in self.running if each is not first]:
             self.running.remove(request)
@@ -157,6 +157,15 @@ class TwinScheduler(StockScheduler):  # type: ignore[misc]  # vLLM is untyped to
             self.waiting.add_request(request)
         self.waiting.remove_request(halves[first])
         self.waiting.prepend_request(halves[first])
+
+    def _end_with_error(self, name: str, why: str) -> None:
+        """End a request with this step, by vLLM's list of those: ids, or from 0.33 on errors by id."""
+        logger.error("vllm-ext: %s", why)
+        ended = self.grammar_compile_error_reqs
+        if isinstance(ended, dict):
+            ended[name] = vllm_outputs.RequestError(code="validation_error", message=why)
+        else:
+            ended.add(name)
 
     def _other(self, request: Any) -> Any:
         """A request's other half; None where it has none."""

@@ -139,7 +139,9 @@ WIDE = {
 }  # of four warps
 
 
-def compiled(kernel: Any, dtype: str, constants: dict[str, Any], arch: int, warps: int) -> dict[str, int]:
+def compiled(
+    kernel: Any, dtype: str, constants: dict[str, Any], arch: int, warps: int, stages: int = 2
+) -> dict[str, int]:
     """Registers and bytes of stack of a thread, bytes of shared memory of a block."""
     types, attributes = {}, {}
     fixed = constants | {name: one for name, one in ONE.items() if name in kernel.arg_names}
@@ -152,7 +154,7 @@ def compiled(kernel: Any, dtype: str, constants: dict[str, Any], arch: int, warp
         types[name] = f"*{pointer}" if is_pointer else "fp32" if name == "scale" else "i32"
         if name not in UNEVEN and name != "scale":
             attributes[place,] = [["tt.divisibility", 16]]
-    return _built(kernel, types, fixed, attributes, arch, warps)
+    return _built(kernel, types, fixed, attributes, arch, warps, stages)
 
 
 def step_kernel(kernel: Any, constants: dict[str, Any], types: dict[str, str], arch: int) -> dict[str, int]:
@@ -174,6 +176,7 @@ def _built(
     attributes: dict[tuple[int], list[list[Any]]],
     arch: int,
     warps: int,
+    stages: int = 2,
 ) -> dict[str, int]:
     made = triton.compile(
         ASTSource(
@@ -183,7 +186,7 @@ def _built(
             attrs=attributes,
         ),
         target=GPUTarget("cuda", arch, 32),
-        options={"num_warps": warps, "num_stages": 2},
+        options={"num_warps": warps, "num_stages": stages},
     )
     dump = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as binary:
@@ -198,6 +201,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Registers and shared memory of the kernels.")
     parser.add_argument("--arch", type=int, action="append", help="compute capability times 10")
     parser.add_argument("--only", choices=("attention", "step"), help="one of the two tables")
+    parser.add_argument("--stages", type=int, default=2, help="of attention: steps of keys read ahead")
     arguments = parser.parse_args()
     architectures = arguments.arch or [80, 90]
     print(f"triton {triton.__version__}\n")
@@ -205,7 +209,7 @@ def main() -> int:
     if arguments.only != "attention":
         too_much += _step(architectures)
     if arguments.only != "step":
-        too_much += _attention(architectures)
+        too_much += _attention(architectures, arguments.stages)
     return 1 if too_much else 0
 
 
@@ -226,7 +230,7 @@ def _step(architectures: list[int]) -> int:
     return too_much
 
 
-def _attention(architectures: list[int]) -> int:
+def _attention(architectures: list[int], stages: int) -> int:
     print("| arch | kernel | dtype | head | rows | keys | warps | registers | spilled bytes | shared bytes |")
     print("| ---: | --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |")
     too_much = 0
@@ -261,7 +265,7 @@ def _attention(architectures: list[int]) -> int:
                     )
                     for kernel, values, label in kinds:
                         warps = 4 if kernel is _add_up else launch.warps
-                        found = compiled(kernel, name, values, arch, warps)
+                        found = compiled(kernel, name, values, arch, warps, stages)
                         too_much += found["stack"] > SPILLED or found["shared"] > SHARED
                         keys = "" if kernel is _add_up else launch.keys
                         print(

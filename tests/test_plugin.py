@@ -115,7 +115,10 @@ def test_register_twice_wraps_once() -> None:
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"speculative_config": {"method": "token_recyclin"}}, r"'token_recyclin'.*Did you mean 'token_recycling'"),
+        (
+            {"speculative_config": {"method": "token_recyclin"}},
+            r"'token_recyclin'.*Did you mean 'token_recycling'",
+        ),
         (
             {"speculative_config": {**METHOD, "num_speculative_tokens": 0}},
             r"num_speculative_tokens=0.*1 to 128",

@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parents[1]), str(HERE.parents[1] / "tests"), str(HERE.parent / "kernels")]
@@ -28,6 +29,7 @@ from triton.testing import do_bench  # noqa: E402
 
 from vllm_ext.kernels.top_k import top_k_ids  # noqa: E402
 from vllm_ext.kernels.tree_attention import tree_attention  # noqa: E402
+from vllm_ext.kernels.tree_attention_triton import tree_attention_triton  # noqa: E402
 
 SIZES = [
     (requests, context, rows)
@@ -65,9 +67,30 @@ def works() -> Iterator[tuple[str, str, Callable[[], object], int]]:
             tree_attention, case.query, case.keys, case.values, output, case.trees, case.scale, "triton"
         )
         yield "tree_attention", size, ours, num_bytes
+        if rows == 16:
+            for stages in (3, 4):
+                yield f"tree_attention, {stages} stages", size, in_stages(case, output, stages), num_bytes
         in_two = device_works._with_flash_attention(case, output, context)
         if in_two is not None:
             yield "FlashAttention + attend_nodes", size, in_two, num_bytes
+
+
+def in_stages(case: device_works.Case, output: torch.Tensor, stages: int) -> Callable[[], object]:
+    """Tree attention that reads so many steps of keys ahead: two fit every card, more may be faster on large ones."""
+    prepared: dict[str, Any] = {}
+    call = functools.partial(
+        tree_attention_triton,
+        case.query,
+        case.keys,
+        case.values,
+        output,
+        case.trees,
+        case.scale,
+        prepared,
+    )
+    call()
+    prepared["constants"]["num_stages"] = stages
+    return call
 
 
 def captured(call: Callable[[], object]) -> Callable[[], None]:

@@ -34,6 +34,7 @@ FORMAT = "vllm-ext datastore"
 VERSION = 1
 HEADER_FILE = "header.json"
 MAX_SEGMENT_TOKENS = 2**31 - 1  # positions are int32
+MAX_HEADER_BYTES = 1 << 26
 POPULATED_BYTES = 1 << 32
 
 _T = TypeVar("_T")
@@ -156,12 +157,17 @@ def read_header(folder: Path) -> Header:
     """
     path = folder / HEADER_FILE
     try:
+        size = path.stat().st_size
+        if not path.is_file() or size > MAX_HEADER_BYTES:  # a pipe would be waited for
+            raise broken(folder, f"{HEADER_FILE} is no file of at most {MAX_HEADER_BYTES} bytes")
         content = json.loads(path.read_text())
     except FileNotFoundError:
         raise broken(folder, f"there is no store: {path} does not exist") from None
     except OSError as error:
         raise broken(folder, f"{path} cannot be read: {error.strerror}") from None
-    except ValueError:
+    except DatastoreError:
+        raise
+    except (ValueError, RecursionError):
         raise broken(folder, f"{HEADER_FILE} is damaged: it is no JSON") from None
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise broken(folder, f"{HEADER_FILE} is not that of a datastore")
@@ -184,7 +190,10 @@ def read_header(folder: Path) -> Header:
 
 
 def verify(folder: Path, checksums: bool = True) -> Header:
-    """Compare every file's size, and its checksum if asked, with the header, and return that.
+    """Compare every file's size, and its checksum and the range of its numbers if asked, with the header.
+
+    Returns:
+        That header.
 
     Raises:
         DatastoreError: naming the first file that is missing, truncated or damaged.
@@ -196,6 +205,8 @@ def verify(folder: Path, checksums: bool = True) -> Header:
         for name, _, expected in header.files() if checksums else ():
             if blake3(max_threads=blake3.AUTO).update_mmap(folder / name).hexdigest() != expected:
                 raise broken(folder, f"{name} is damaged: its checksum does not fit")
+        for segment in header.segments if checksums else ():
+            _check_numbers(folder, header, segment)
         return header
 
     return _by_header(folder, compare)
@@ -253,6 +264,18 @@ def _check_sizes(folder: Path, header: Header) -> None:
         if found != size:
             state = "truncated" if found < size else "damaged"
             raise broken(folder, f"{name} is {state}: it has {found} bytes, not {size}")
+
+
+def _check_numbers(folder: Path, header: Header, segment: SegmentInfo) -> None:
+    """Refuse tokens that the vocabulary does not have, and positions behind the end: a checksum proves neither."""
+    for name, dtype, most in (
+        (f"{segment.name}.tokens", header.dtype, header.separator),
+        (f"{segment.name}.suffixes", np.dtype("<i4"), segment.num_tokens - 1),
+    ):
+        numbers = map_array(folder / name, dtype)
+        low, high = int(numbers.min()), int(numbers.max())
+        if low < 0 or high > most:
+            raise broken(folder, f"{name} has numbers from {low} to {high}; allowed: 0 to {most}")
 
 
 def map_array(path: Path, dtype: np.dtype[Any]) -> Any:

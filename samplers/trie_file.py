@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A trie on disk: one safetensors file, mapped by all who use it, that belongs to a tokenizer."""
+"""A trie on disk: one safetensors file, mapped by all who use it, that belongs to a tokenizer.
+
+Its metadata holds a BLAKE3 checksum over all else that counts, looked at when a server starts. Files of the first
+format have none, and load as they did; what compiled loops would stumble over is looked for in both.
+"""
 
 from __future__ import annotations
 
@@ -8,15 +12,16 @@ import mmap
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from vllm_ext.kernels.trie import Trie
 
-FORMAT = "vllm-ext trie 1"
+FORMAT, OLD_FORMAT = "vllm-ext trie 2", "vllm-ext trie 1"
 DTYPES = {"I32": np.dtype("<i4"), "BOOL": np.dtype(np.bool_)}
+MAX_HEADER_BYTES = 1 << 20
 WAY_OUT = "make it anew with `vllm-ext trie build`"
 
 
@@ -40,7 +45,9 @@ def write(file: Path, trie: Trie, header: Header) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
     building = file.with_name(f".{file.name}.{os.getpid()}")
     try:
-        save_file(trie._asdict(), building, metadata={"format": FORMAT, "header": header.model_dump_json()})
+        text = header.model_dump_json()
+        metadata = {"format": FORMAT, "header": text, "checksum": _checksum(text, trie)}
+        save_file(trie._asdict(), building, metadata=metadata)
         with building.open("rb") as written:
             os.fsync(written.fileno())
         os.replace(building, file)
@@ -48,34 +55,52 @@ def write(file: Path, trie: Trie, header: Header) -> None:
         building.unlink(missing_ok=True)
 
 
+class _File(NamedTuple):
+    trie: Trie
+    header: Header
+    text: str  # the header's
+    checksum: str | None  # of an old file none
+
+
 def open_trie(file: str | Path) -> tuple[Trie, Header]:
-    """Map a file; all who do share its pages.
+    """Map a file; all who do share its pages. What is in its arrays is not looked at, see `verify`.
 
     Raises:
         ValueError: it is no such file, or not whole; the message says which, and the way out.
     """
+    opened = _open(file)
+    return opened.trie, opened.header
+
+
+def _open(file: str | Path) -> _File:
     path = Path(file)
     try:
+        if path.exists() and not path.is_file():  # a pipe would be waited for
+            raise ValueError(
+                f"is no file of a trie, but something else than a file; {WAY_OUT}, or correct the path"
+            )
         with path.open("rb") as stream:
             size = int.from_bytes(stream.read(8), "little")
-            entries = json.loads(stream.read(size)) if size <= path.stat().st_size else None
-            mapped = mmap.mmap(stream.fileno(), 0, prot=mmap.PROT_READ)
+            whole = 0 < size <= min(path.stat().st_size, MAX_HEADER_BYTES)
+            head = stream.read(size) if whole else b""
+            mapped = mmap.mmap(stream.fileno(), 0, prot=mmap.PROT_READ) if whole else None
     except OSError as error:
         raise ValueError(f"cannot be read ({error.strerror}); {WAY_OUT}, or correct the path") from None
-    except ValueError:
-        entries = None
     try:
-        metadata = entries["__metadata__"]  # type: ignore[index]
-        header = Header.model_validate_json(metadata["header"]) if metadata["format"] == FORMAT else None
-    except (TypeError, KeyError, ValidationError):
-        header = None
-    if header is None:
-        raise ValueError(f"is no file of a trie; {WAY_OUT}")
+        entries = json.loads(head)
+        metadata = entries["__metadata__"]
+        text, checksum = metadata["header"], metadata.get("checksum")
+        header = Header.model_validate_json(text)
+        if (metadata["format"], isinstance(checksum, str)) not in ((FORMAT, True), (OLD_FORMAT, False)):
+            raise ValueError("format")
+    # Whatever it holds in the place of objects and texts, however deep.
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError, ValidationError):
+        raise ValueError(f"is no file of a trie; {WAY_OUT}") from None
     try:
-        trie = Trie(*(_array(mapped, 8 + size, entries[name]) for name in Trie._fields))  # type: ignore[index]
-    except (KeyError, ValueError):
+        trie = Trie(*(_array(mapped, 8 + size, entries[name]) for name in Trie._fields))
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError):
         raise ValueError(f"is not whole; {WAY_OUT}") from None
-    return trie, header
+    return _File(trie, header, text, checksum)
 
 
 def check(what: str, file: str, vocab_size: int, tokenizer_hash: Callable[[], str]) -> None:
@@ -85,7 +110,8 @@ def check(what: str, file: str, vocab_size: int, tokenizer_hash: Callable[[], st
         ValueError: see `open_trie`; or it was made for another tokenizer, or is damaged.
     """
     try:
-        trie, header = open_trie(file)
+        opened = _open(file)
+        header = opened.header
         if header.tokenizer_hash != tokenizer_hash():
             raise ValueError(
                 f"was made with another tokenizer ({header.tokenizer}) than the model's; "
@@ -95,17 +121,31 @@ def check(what: str, file: str, vocab_size: int, tokenizer_hash: Callable[[], st
             raise ValueError(
                 f"has ids up to {header.vocab_size - 1}, the model up to {vocab_size - 1}; {WAY_OUT}"
             )
-        verify(trie, header)
+        _verify(opened)
     except ValueError as error:
         raise ValueError(f"{what} {error}") from None
 
 
-def verify(trie: Trie, header: Header) -> None:
-    """Look at each number of the arrays, which loops without bounds checks will believe.
+def verify(file: str | Path) -> tuple[Trie, Header]:
+    """Map a file, and look at all of it.
+
+    Raises:
+        ValueError: see `open_trie`; or it is damaged.
+    """
+    opened = _open(file)
+    _verify(opened)
+    return opened.trie, opened.header
+
+
+def _verify(opened: _File) -> None:
+    """Compare the checksum, and look at each number of the arrays, which loops without bounds checks will believe.
 
     Raises:
         ValueError: one cannot be right.
     """
+    trie, header = opened.trie, opened.header
+    if opened.checksum is not None and opened.checksum != _checksum(opened.text, trie):
+        raise ValueError(f"is damaged: its checksum does not fit; {WAY_OUT}")
     edges = trie.first_edge
     right = (
         len(trie.tokens) + 2 == len(edges) == trie.num_states + 1
@@ -122,10 +162,23 @@ def verify(trie: Trie, header: Header) -> None:
         raise ValueError(f"is damaged; {WAY_OUT}")
 
 
-def _array(mapped: mmap.mmap, start: int, entry: dict[str, Any]) -> Any:
+def _array(mapped: Any, start: int, entry: dict[str, Any]) -> Any:
     begin, end = entry["data_offsets"]
     dtype = DTYPES[entry["dtype"]]
     (count,) = entry["shape"]
-    if end - begin != count * dtype.itemsize:
+    if not all(type(number) is int and number >= 0 for number in (begin, end, count)):
+        raise ValueError("no size")
+    if end - begin != count * dtype.itemsize or start + end > len(mapped):
         raise ValueError("size")
     return np.frombuffer(mapped, dtype, count, start + begin)
+
+
+def _checksum(header: str, trie: Trie) -> str:
+    """Over the header's text and the arrays."""
+    from blake3 import blake3
+
+    digest = blake3(header.encode(), max_threads=blake3.AUTO)
+    for name, array in trie._asdict().items():
+        digest.update(json.dumps([name, str(array.dtype), array.shape]).encode())
+        digest.update(np.ascontiguousarray(array).view(np.uint8).data)
+    return digest.hexdigest()

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -14,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from blake3 import blake3
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -310,6 +312,7 @@ def test_json_lines(tmp_path: Path, model: str) -> None:
         ('{"body": "w1"}', r"in.jsonl:2: there is no field 'text'; its fields: body. Use --field"),
         ("[1]", r"in.jsonl:2: there is no field 'text'.*it is no object"),
         ('{"text": ', r"in.jsonl:2: no JSON"),
+        ("[" * 100_000, r"in.jsonl:2: no JSON \(maximum recursion depth"),
         ('{"text": 5}', r"in.jsonl:2: field 'text' holds 5; a string or a list of strings"),
         ('{"text": [["w1"]]}', r"in.jsonl:2: field 'text' holds \['w1'\]"),
     ],
@@ -334,15 +337,18 @@ def test_records_that_do_not_fit_are_left_out_of_a_folder_and_named(tmp_path: Pa
     (folder / "b.jsonl").write_text('{"text": "w3"}\n{"body": "w4"}\n{"text": "w5"}')
     (folder / "c.parquet").write_text("w6")
     (folder / "d.py").write_text("w7")
+    (folder / "e.jsonl").write_text('{"text": ' + "[" * 100_000)
     _, sources = build(tmp_path / "store", model, folder)
     assert documents(tmp_path / "store") == [[1, 2], [3], [7]]
-    record, table = sources.skipped
+    record, table, deep = sources.skipped
+    assert "e.jsonl:1: no JSON (maximum recursion depth" in deep
     assert "b.jsonl:2: there is no field 'text'" in record
     assert record.endswith("(the rest of the file is left out)")
     assert "c.parquet: no Parquet file" in table
     assert table.endswith("(the file is left out)")
     (folder / "a.py").unlink()
     (folder / "d.py").unlink()
+    (folder / "e.jsonl").unlink()
     with pytest.raises(
         InputError, match=r"no text in it; nothing was built; left out: .*b.jsonl:1: there is no"
     ):
@@ -464,6 +470,38 @@ def test_a_header_with_a_right_checksum_must_make_sense_too(store: Path) -> None
         (store / "header.json").write_text(text)
         with pytest.raises(DatastoreError, match=f"damaged: {says}"):
             datastore.read_header(store)
+
+
+@pytest.mark.parametrize(
+    ("name", "number", "says"),
+    [
+        ("tokens", 12, r"000001.tokens has numbers from \d+ to 12; allowed: 0 to 11"),
+        ("suffixes", 10, r"000001.suffixes has numbers from 0 to 10; allowed: 0 to 9"),
+        ("suffixes", -1, r"000001.suffixes has numbers from -1 to 9; allowed: 0 to 9"),
+    ],
+)
+def test_numbers_out_of_range_are_refused_whatever_the_checksums_say(
+    store: Path, model: str, name: str, number: int, says: str
+) -> None:
+    path = store / f"000001.{name}"
+    numbers = np.fromfile(path, np.uint16 if name == "tokens" else np.int32)
+    numbers[4] = number
+    numbers.tofile(path)
+    content = datastore.read_header(store).model_dump()
+    content["segments"][0][f"{name}_blake3"] = blake3(path.read_bytes()).hexdigest()
+    (store / "header.json").write_text(json.dumps({**content, "checksum": datastore._checksum(content)}))
+    with pytest.raises(DatastoreError, match=says + r".*vllm-ext datastore build"):
+        check(store, model)
+
+
+def test_a_header_that_is_no_file_or_too_deep_is_refused(store: Path, model: str) -> None:
+    (store / "header.json").write_text("[" * 100_000)
+    with pytest.raises(DatastoreError, match=r"header.json is damaged: it is no JSON"):
+        check(store, model)
+    (store / "header.json").unlink()
+    os.mkfifo(store / "header.json")  # whoever opens it waits for a writer
+    with pytest.raises(DatastoreError, match=r"header.json is no file of at most"):
+        check(store, model)
 
 
 def test_another_tokenizer_is_refused(store: Path, model: str, tmp_path: Path) -> None:

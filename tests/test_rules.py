@@ -93,6 +93,7 @@ def test_token_ids_and_text_make_the_same_file(made: Path, slice_dir: str, tmp_p
         ("in.jsonl", '{"name": "x"}', "in.jsonl:1: there is no field 'text'; its fields: name. Use --field"),
         ("in.jsonl", "[1]", "its fields: none, it is no object"),
         ("in.jsonl", '\n{"text"', "in.jsonl:2: no JSON"),
+        ("in.jsonl", "[" * 100_000, "in.jsonl:1: no JSON"),
         ("in.jsonl", '{"text": 3}', "field 'text' holds 3; a string or a list of token ids is needed"),
         ("in.jsonl", '{"text": [1, 4096]}', "4096 is no token id; allowed: 0 to 4095"),
         ("in.jsonl", '{"text": [1, true]}', "True is no token id"),

@@ -159,7 +159,16 @@ def test_files_that_are_none(file: StateFile) -> None:
         file.load()
     file.path.unlink()
     file.path.mkdir()
-    with pytest.raises(StateError, match="it cannot be read"):
+    with pytest.raises(StateError, match="it is no file"):
+        file.load()
+    file.path.rmdir()
+    os.mkfifo(file.path)  # whoever opens it waits for a writer
+    with pytest.raises(StateError, match="it is no file"):
+        file.load()
+    file.path.unlink()
+    with file.path.open("wb") as sparse:
+        sparse.truncate(state._memory_bytes())
+    with pytest.raises(StateError, match=r"it has \d+ bytes, more than half of this machine's memory"):
         file.load()
 
 

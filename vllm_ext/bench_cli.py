@@ -283,7 +283,7 @@ def report_command(
 def _load(path: Path) -> Any:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}: not JSON ({error}); give a file of vllm-ext bench --json.") from None
 
 

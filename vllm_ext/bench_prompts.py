@@ -68,7 +68,7 @@ def _split_number(given: Path) -> tuple[Path, int | None]:
 def _prompt(line: str, source: str, default_category: str) -> Prompt:
     try:
         entry = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{source}: not JSON ({error}); give one JSON object a line.") from None
     fields = [name for name in PROMPT_FIELDS if name in entry] if isinstance(entry, dict) else []
     if not fields:

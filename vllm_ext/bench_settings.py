@@ -97,7 +97,7 @@ def _from_text(item: str) -> Method:
 def _from_file(path: Path) -> list[Method]:
     try:
         content = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ValueError(
             f"--methods: {path} cannot be read as JSON ({error}); correct the path or the file."
         ) from None

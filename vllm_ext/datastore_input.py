@@ -131,7 +131,7 @@ def _json_lines(path: Path, field: str) -> Iterator[Piece]:
             where = f"{path}:{number}"
             try:
                 record = json.loads(line)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise RecordError(f"{where}: no JSON ({error}); correct or remove the line") from None
             if not isinstance(record, dict) or field not in record:
                 fields = ", ".join(record) if isinstance(record, dict) else "none, it is no object"

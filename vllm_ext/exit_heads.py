@@ -64,6 +64,8 @@ def exits_of(file: str, model: Path) -> list[int]:
     """
     from safetensors import safe_open
 
+    if Path(file).exists() and not Path(file).is_file():  # a pipe would be waited for
+        raise ValueError(f"heads={file!r} is no file. {_way_out(model)}")
     try:
         with safe_open(file, framework="pt") as stored:
             metadata = stored.metadata() or {}

@@ -126,7 +126,7 @@ def page_command(
         page = _page()
         try:
             document = json.loads(file.read_text(encoding="utf-8"))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(
                 f"{file}: not JSON ({error}); give a file of vllm-ext kv report --json."
             ) from None
@@ -138,7 +138,7 @@ def _method(given: str) -> dict[str, Any]:
         return {"method": given}
     try:
         found: dict[str, Any] = json.loads(given)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(
             f"--method={given!r} is not JSON ({error}); allowed: a name, or an object with a method."
         ) from None

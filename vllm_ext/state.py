@@ -19,6 +19,7 @@ import json
 import logging
 import os
 import re
+import stat
 import tempfile
 import threading
 import time
@@ -132,11 +133,20 @@ class StateFile:
 
         self._remove_abandoned()
         try:
+            status = self.path.stat()
+            if not stat.S_ISREG(status.st_mode):  # a pipe would be waited for
+                raise StateError("it is no file")
+            if status.st_size > (most := _memory_bytes() // 2):
+                raise StateError(
+                    f"it has {status.st_size} bytes, more than half of this machine's memory ({most})"
+                )
             with safe_open(self.path, framework="numpy") as file:
                 metadata = file.metadata() or {}
                 arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         except FileNotFoundError:
             return None
+        except StateError:
+            raise
         except Exception as error:  # the library raises nothing narrower
             raise StateError(f"it cannot be read: {error}") from None
         if metadata.get("format") != FORMAT:
@@ -304,6 +314,10 @@ def _sync(path: str | Path, flags: int) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def _memory_bytes() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def _checksum(metadata: Mapping[str, str], arrays: Mapping[str, Learned]) -> str:

@@ -62,8 +62,7 @@ def info_command(file: Annotated[Path, typer.Argument(help="File of a closed set
     console = Console()
     with errors_of(Console(stderr=True)):
         try:
-            made, header = trie_file.open_trie(file)
-            trie_file.verify(made, header)
+            made, header = trie_file.verify(file)
         except ValueError as error:
             raise ValueError(f"{file} {error}") from None
     say(console, f"{file}: {_summary(header, made)}")

@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+import copy
+import json
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +17,7 @@ import torch
 from helpers import ASKED
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from safetensors.numpy import save_file
 
 from vllm_ext.kernels import trie, trie_ref
 from vllm_ext.kernels.trie import NO_TOKEN, Trie
@@ -132,12 +136,93 @@ def test_files_that_cannot_be_used_are_refused(tmp_path: Path) -> None:
     content = file.read_bytes()
     file.write_bytes(content[:-3])
     assert "is not whole" in refused()
+    file.write_bytes(b"")
+    os.unlink(file)
+    os.mkfifo(file)
+    assert "something else than a file" in refused()
+    os.unlink(file)
     for field, value in (("tokens", VOCAB), ("tokens", -2), ("first_edge", 90)):
         damaged = made._asdict()
         damaged[field] = damaged[field].copy()
         damaged[field][1] = value
         trie_file.write(file, Trie(**damaged), HEADER)
         assert "is damaged" in refused(), (field, value)
+
+
+@given(data=st.data())
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_no_flipped_bit_and_no_truncation_goes_unseen(tmp_path: Path, data: st.DataObject) -> None:
+    file = tmp_path / "toy.trie"
+    made = build([[1, 2, 3], [1, 2, 4], [69], [5, 6]])
+    if not (tmp_path / "whole.trie").exists():
+        trie_file.write(tmp_path / "whole.trie", made, HEADER)
+    content = bytearray((tmp_path / "whole.trie").read_bytes())
+    header = 8 + int.from_bytes(content[:8], "little")
+    first, last = data.draw(st.sampled_from([(0, 8), (8, header), (header, len(content))]))
+    at = data.draw(st.integers(first, last - 1))
+    if data.draw(st.booleans()):
+        content[at] ^= 1 << data.draw(st.integers(0, 7))
+    else:
+        del content[at:]
+    file.write_bytes(content)
+    try:
+        found, found_header = trie_file.verify(file)
+    except ValueError:
+        return
+    # White space may change in a header that still says the same.
+    assert first == 8
+    assert found_header == HEADER
+    assert all((left == right).all() for left, right in zip(made, found, strict=True))
+
+
+def test_files_of_the_first_format_load_and_cannot_be_mistaken(tmp_path: Path) -> None:
+    file = tmp_path / "toy.trie"
+    made = build([[1, 2, 3], [69]])
+
+    def save(**metadata: str) -> None:
+        save_file(made._asdict(), file, {"header": HEADER.model_dump_json(), **metadata})
+
+    save(format="vllm-ext trie 1")
+    trie_file.check("files.toy", str(file), VOCAB, lambda: "abc")
+    for metadata in (
+        {"format": "vllm-ext trie 2"},
+        {"format": "vllm-ext trie 1", "checksum": "0" * 64},
+        {"format": "vllm-ext trie 3", "checksum": "0" * 64},
+    ):
+        save(**metadata)
+        with pytest.raises(ValueError, match="is no file of a trie"):
+            trie_file.open_trie(file)
+    save(format="vllm-ext trie 2", checksum="0" * 64)
+    with pytest.raises(ValueError, match="is damaged: its checksum does not fit; make it anew"):
+        trie_file.verify(file)
+
+
+JUNK: list[Any] = [None, True, 3, -1, 2.5, "x", [], {}, [[]], {"a": []}, 10**30, "\udc80"]
+
+
+@pytest.mark.parametrize(
+    "place", ["all", "__metadata__", "tokens", "header", "shape", "data_offsets", "dtype", "deep"]
+)
+def test_headers_of_any_type_are_refused_by_name(tmp_path: Path, place: str) -> None:
+    file = tmp_path / "toy.trie"
+    trie_file.write(file, build([[1, 2, 3], [69]]), HEADER)
+    content = file.read_bytes()
+    end = 8 + int.from_bytes(content[:8], "little")
+    entries = json.loads(content[8:end])
+    for junk in JUNK:
+        changed: Any = copy.deepcopy(entries)
+        if place == "all":
+            changed = junk
+        elif place in changed:
+            changed[place] = junk
+        elif place == "header":
+            changed["__metadata__"]["header"] = junk if isinstance(junk, str) else json.dumps(junk)
+        elif place != "deep":
+            changed["tokens"][place] = junk
+        text = b"[" * 100_000 + b"]" * 100_000 if place == "deep" else json.dumps(changed).encode()
+        file.write_bytes(len(text).to_bytes(8, "little") + text + content[end:])
+        with pytest.raises(ValueError, match=r"(is no file of a trie|is not whole); make it anew"):
+            trie_file.verify(file)
 
 
 @pytest.mark.parametrize(

@@ -153,12 +153,13 @@ class StepCost:
         """The machine has become slower by this factor: learnt elsewhere."""
         self._unit *= factor
 
-    def calibrate(self, query_tokens: npt.ArrayLike, seconds: npt.ArrayLike) -> None:
-        """Learn the curve's shape from forward passes timed at start-up, each as good as four steps.
+    def calibrate(self, query_tokens: npt.ArrayLike, seconds: npt.ArrayLike, steps: float = 4.0) -> None:
+        """Learn the curve's shape from forward passes timed at start-up.
 
         Args:
             query_tokens: int ``[num_points]``.
             seconds: float ``[num_points]``, best a median of several passes without context.
+            steps: how many real steps each counts as.
         """
         counts, times = np.asarray(query_tokens, dtype=np.int64), np.asarray(seconds, dtype=np.float64)
         self.largest_query_tokens = max(self.largest_query_tokens, int(counts.max()))
@@ -167,7 +168,11 @@ class StepCost:
         for count, time in zip(counts.tolist(), (times / self._unit).tolist(), strict=True):
             cell = int(BUCKET_OF[min(count, MAX_QUERY_TOKENS)]) * NUM_CONTEXTS
             self._add(
-                cell, min(float(self._weight[cell]), MAX_WEIGHT - 4.0), 4.0, (1.0, count, 0, 0, 0), time
+                cell,
+                min(float(self._weight[cell]), MAX_WEIGHT - steps),
+                steps,
+                (1.0, count, 0, 0, 0),
+                time,
             )
         self._refit()
 

@@ -119,11 +119,6 @@ class HostDrafts:
         """Compile what would else stall the first request, and take over what was saved."""
         self.proposer.warm_up()
         self.proposer = self._memory.restore(self.proposer, self._make)
-        logger.info(
-            "vllm-ext: %s holds %.2f MB of host memory",
-            type(self.proposer).__name__,
-            self.proposer.memory_bytes / 1e6,
-        )
 
     def serve(self) -> None:
         """From now on requests are real; the proposer has heard of none."""

@@ -15,7 +15,7 @@ import uuid
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from vllm_ext import __version__
+from vllm_ext import __version__, startup_log
 
 if TYPE_CHECKING:
     from vllm_ext.config import Settings
@@ -46,7 +46,11 @@ _wrapper: Any = None
 def register() -> None:
     """Make our method names valid in ``speculative_config``, and rules in ``additional_config``. Idempotent, silent."""
     global _wrapper
+    from vllm import envs
     from vllm.engine.arg_utils import EngineArgs
+
+    startup_log.admit_our_variables(envs.environment_variables)
+    startup_log.trust_our_schedulers()
 
     original = EngineArgs.create_engine_config
     if original is _wrapper:
@@ -131,7 +135,8 @@ def _create_engine_config(original: Any, engine_args: Any, *args: Any, **kwargs:
     for name, value in rewritten.items():
         setattr(engine_args, name, value)
     try:
-        vllm_config = original(engine_args, *args, **kwargs)
+        with startup_log.without(*([startup_log.CUSTOM_CLASS] if speculates else [])):
+            vllm_config = original(engine_args, *args, **kwargs)
     finally:
         for name, value in saved.items():
             setattr(engine_args, name, value)

@@ -109,11 +109,6 @@ class Drafter:
             self.proposer,
             lambda: self._settings.proposer_class.from_options(self._settings.options, self._vocab_size),
         )
-        logger.info(
-            "vllm-ext: %s holds %.2f MB of host memory",
-            type(self.proposer).__name__,
-            self.proposer.memory_bytes / 1e6,
-        )
 
     def close(self) -> None:
         """Save what was learnt, running requests' text too. Called when the worker shuts down; may be again."""

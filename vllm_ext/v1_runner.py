@@ -12,6 +12,7 @@ Overrides of six methods and one attribute (the rejection sampler); everything e
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -28,7 +29,7 @@ from vllm.v1.sample.logits_processor import (
 )
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
-from vllm_ext import cpu, linear_layers, tree_layers, v1_attention, v1_executor
+from vllm_ext import calibration, cpu, linear_layers, tree_layers, v1_attention, v1_executor
 from vllm_ext.kernels.tree_attention import TreeRows
 from vllm_ext.proposers.step_cost import StepCost
 from vllm_ext.proposers.tree import Int32
@@ -40,8 +41,8 @@ from vllm_ext.v1_trees import StepTrees
 
 logger = init_logger("vllm.vllm_ext")
 
-CALIBRATION_RUNS = 3  # of each size; the fastest counts: noise only adds
-CALIBRATION_SECONDS = 4.0  # after which no more sizes are begun, the powers of two aside
+# How many real steps a pass timed at start-up counts as; beside other load less than one that follows.
+CALIBRATED_STEPS, DISTURBED_STEPS = 4.0, 0.5
 
 
 class SpeculativeRunner(RuledRunner):
@@ -123,30 +124,19 @@ class SpeculativeRunner(RuledRunner):
         """Time passes; with a patience the smallest few at least, and no more after so many seconds."""
         runner: Any = self
         scheduler = runner.scheduler_config
+
+        def run_to_its_end(size: int) -> None:
+            run(size)
+            runner._sync_device()
+
         most = min(
             scheduler.max_num_seqs * (1 + self.drafter.num_nodes), scheduler.max_num_batched_tokens, 128
         )
-        # Powers of two first, then what lies between them, small ones first: knees are where it matters.
-        powers = [1 << power for power in range(8)]
-        between = [size for size in (*range(3, 16), *range(20, 128, 4)) if size not in powers]
-        seconds: dict[int, float] = {}
-        begun = time.perf_counter()
-        for size in (size for size in (*powers, *between) if size <= most):
-            spent = time.perf_counter() - begun
-            if size in between and spent > CALIBRATION_SECONDS:
-                break
-            if patience is not None and spent > patience and len(seconds) > 3:
-                break
-            times = []
-            for _ in range(CALIBRATION_RUNS):
-                started = time.perf_counter()
-                run(size)
-                runner._sync_device()
-                times.append(time.perf_counter() - started)
-            seconds[size] = min(times)
-        cost.calibrate(list(seconds), list(seconds.values()))
-        curve = ", ".join(f"{size}: {1e3 * seconds[size]:.1f}" for size in sorted(seconds))
-        logger.info("vllm-ext: milliseconds of a %s by query tokens: %s", what, curve)
+        found = calibration.curve(most, run_to_its_end, patience)
+        steps = DISTURBED_STEPS if found.disturbed else CALIBRATED_STEPS
+        cost.calibrate(list(found.seconds), list(found.seconds.values()), steps)
+        level = logging.WARNING if found.disturbed else logging.INFO
+        logger.log(level, "vllm-ext: milliseconds of a %s by query tokens: %s", what, found)
 
     def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         """vLLM's, timed."""

@@ -8,10 +8,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
 from vllm_ext import (
     compat,
+    config,
     kv_cache,
     linear_layers,
     patches,
@@ -23,6 +25,7 @@ from vllm_ext import (
     v1_runner,
     v1_scheduler,
 )
+from vllm_ext.startup_log import MIN_P, Started, without
 from vllm_ext.v1_drafter import Drafter
 from vllm_ext.v1_memory import Memory
 
@@ -30,6 +33,8 @@ if current_platform.is_cpu():
     from vllm.v1.worker.cpu_worker import CPUWorker as PlatformWorker
 else:
     from vllm.v1.worker.gpu_worker import Worker as PlatformWorker
+
+logger = init_logger("vllm.vllm_ext")
 
 
 class KVWorker(PlatformWorker):  # type: ignore[misc]  # vLLM is untyped to us
@@ -59,6 +64,24 @@ class KVWorker(PlatformWorker):  # type: ignore[misc]  # vLLM is untyped to us
 
         return v1_kv_cache.encoded_specs(self.vllm_config, specs)
 
+    def compile_or_warm_up_model(self) -> Any:
+        """vLLM's last step before serving; then the log says what is served."""
+        times = super().compile_or_warm_up_model()
+        self.make_ready()
+        if self.vllm_config.parallel_config.rank == 0:
+            logger.info("%s", self.started())
+        return times
+
+    def make_ready(self) -> None:
+        """What is left to do before the first request."""
+
+    def started(self) -> Started:
+        """What is served, for the log."""
+        ruled, kv = rules.of_vllm_config(self.vllm_config), kv_cache.from_config(self.vllm_config)
+        return Started(
+            rules=() if ruled is None else list(ruled.options), kv=None if kv is None else kv.method
+        )
+
 
 class RulesWorker(KVWorker):
     """Named in ``worker_cls`` where a rule reports, learns, or reads more than logits."""
@@ -81,11 +104,10 @@ class RulesWorker(KVWorker):
             self.model_runner.read_beside(settings)
         return result
 
-    def compile_or_warm_up_model(self) -> Any:
-        """vLLM's last step before serving."""
-        times = super().compile_or_warm_up_model()
+    def make_ready(self) -> None:
+        """Compile what rules read."""
+        super().make_ready()
         self.model_runner.warm_up_beside()
-        return times
 
     def sample_tokens(self, grammar_output: Any) -> Any:
         """vLLM's; what rules have noted goes with the tokens."""
@@ -118,7 +140,8 @@ class Worker(RulesWorker):
         # vLLM refuses them next to speculation, as its rejection sampler applies none; ours applies all.
         processors, model_config.logits_processors = model_config.logits_processors, None
         try:
-            super(RulesWorker, self).init_device()
+            with without(MIN_P):
+                super(RulesWorker, self).init_device()
         finally:
             model_config.logits_processors = processors
         v1_runner.install(self.model_runner)
@@ -130,11 +153,27 @@ class Worker(RulesWorker):
         with patches.multiply_few_rows_fast():
             return super().load_model(*args, **kwargs)
 
-    def compile_or_warm_up_model(self) -> Any:
-        """vLLM's last step before serving; then the model's costs are measured."""
-        times = super().compile_or_warm_up_model()
+    def make_ready(self) -> None:
+        """Measure the model's costs too."""
+        super().make_ready()
         self.model_runner.calibrate()
-        return times
+
+    def started(self) -> Started:
+        """With the method."""
+        drafter: Drafter = self.model_runner.drafter
+        settings = config.from_vllm_config(self.vllm_config)
+        assert settings is not None
+        return (
+            super()
+            .started()
+            ._replace(
+                method=settings.method,
+                num_nodes=drafter.num_nodes,
+                budget=settings.options.budget,
+                chain_reason=drafter.chain_reason,
+                memory_bytes=drafter.proposer.memory_bytes,
+            )
+        )
 
     def shutdown(self) -> None:
         """See the base class."""

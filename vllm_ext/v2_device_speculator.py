@@ -6,15 +6,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from vllm.logger import init_logger
 from vllm.v1.worker.gpu.buffer_utils import UvaBackedTensor
 
 from vllm_ext.proposers.hybrid import HybridOptions
 from vllm_ext.proposers.token_recycling import TEXT_SLOTS, TokenRecyclingOptions
 from vllm_ext.proposers.token_recycling_device import DeviceTokenRecycling
 from vllm_ext.v2_speculator import BACKEND, StepRows, TreeSpeculator
-
-logger = init_logger("vllm.vllm_ext")
 
 # Of steps without drafts one in so many teaches: most rows are as they were, and launches cost the host.
 LEARN_EVERY = 4
@@ -51,12 +48,10 @@ class DeviceSpeculator(TreeSpeculator):
         ] = []  # slots of requests that have come, and how long their texts are
         self._quiet_steps = 0
 
-    def load(self) -> None:
+    @property
+    def memory(self) -> tuple[int, str]:
         """See the base class."""
-        drafter = self.drafter
-        logger.info(
-            "vllm-ext: %s holds %.2f MB of device memory", type(drafter).__name__, drafter.memory_bytes / 1e6
-        )
+        return self.drafter.memory_bytes, "device"
 
     def start(self, slot: int, request: Any, chain: bool, most_depth: int) -> None:
         """See the base class."""

@@ -45,6 +45,11 @@ class HostSpeculator(TreeSpeculator):
         self._sent: tuple[torch.Tensor, Any, int, bool] | None = None  # of the step that runs
         self._arriving: list[_Arriving] = []  # of steps, in order
 
+    @property
+    def memory(self) -> tuple[int, str]:
+        """See the base class."""
+        return self.drafts.proposer.memory_bytes, "host"
+
     def load(self) -> None:
         """See the base class."""
         self.drafts.load()

@@ -76,6 +76,11 @@ class TreeSpeculator(BaseSpeculator):  # type: ignore[misc]  # vLLM is untyped t
         self.chain_reason: str | None = None
         self.counts = Counts(vllm_config, device)
 
+    @property
+    @abstractmethod
+    def memory(self) -> tuple[int, str]:
+        """Bytes that drafting holds, and of which memory: ``host`` or ``device``."""
+
     def init_cudagraph_manager(self, cudagraph_mode: Any) -> None:
         """Nothing of ours is captured."""
 

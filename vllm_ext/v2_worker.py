@@ -5,15 +5,19 @@ from __future__ import annotations
 
 from typing import Any
 
+from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
-from vllm_ext import compat, seams, v2_attention, v2_runner
+from vllm_ext import compat, rules, seams, v2_attention, v2_runner
+from vllm_ext.startup_log import Started
 from vllm_ext.v2_speculator import TreeSpeculator
 
 if current_platform.is_cpu():
     from vllm.v1.worker.cpu_worker import CPUWorker as PlatformWorker
 else:
     from vllm.v1.worker.gpu_worker import Worker as PlatformWorker
+
+logger = init_logger("vllm.vllm_ext")
 
 
 class Worker(PlatformWorker):  # type: ignore[misc]  # vLLM is untyped to us
@@ -32,7 +36,25 @@ class Worker(PlatformWorker):  # type: ignore[misc]  # vLLM is untyped to us
         speculator = self.model_runner.speculator
         speculator.serve()
         speculator.counts.reset()
+        if self.vllm_config.parallel_config.rank == 0:
+            logger.info("%s", self._started())
         return times
+
+    def _started(self) -> Started:
+        """What is served, for the log."""
+        speculator: TreeSpeculator = self.model_runner.speculator
+        ruled, settings = rules.of_vllm_config(self.vllm_config), speculator.settings
+        memory_bytes, memory_of = speculator.memory
+        return Started(
+            method=settings.method,
+            runner="V2",
+            num_nodes=speculator.num_nodes,
+            budget=settings.options.budget,
+            chain_reason="its options say so" if speculator.only_chains else speculator.chain_reason,
+            memory_bytes=memory_bytes,
+            memory_of=memory_of,
+            rules=() if ruled is None else list(ruled.options),
+        )
 
     def shutdown(self) -> None:
         """Save what was learnt, then vLLM's own. Also called when start-up has failed, at any point of it."""

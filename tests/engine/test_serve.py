@@ -108,7 +108,16 @@ def test_method_and_options_are_logged_once(server: demo.Server) -> None:
         "state_dir=None, state_interval_minutes=10.0, matrix_width=8, "
     )
     assert log.count(line) == 1
-    assert "holds 8.46 MB" in log
+    ready = [line for line in log.splitlines() if "vllm-ext is ready: " in line]
+    assert len(ready) == 1
+    assert "token_recycling drafts trees of up to 4 tokens (budget goodput)" in ready[0]
+    assert "8.5 MB of host memory" in ready[0]
+    assert "To switch off: leave out --speculative-config." in ready[0]
+    assert "docs/usage.md" in ready[0]
+    # Of vLLM's warnings none that our worker makes untrue.
+    for untrue in ("min_p and logit_bias", "custom scheduler class", "custom class-based proposer"):
+        assert untrue not in log
+    assert "Unknown vLLM environment variable" not in log
     assert "milliseconds of a forward pass by query tokens: 1: " in log
 
 

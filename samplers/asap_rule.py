@@ -23,7 +23,16 @@ from vllm_ext.kernels.token_mask import keep_tokens
 from vllm_ext.kernels.user_paths import UserPath
 from vllm_ext.samplers import grammar
 from vllm_ext.samplers.asap import ENTRY_BYTES, ExpectedFuture
-from vllm_ext.samplers.base import Asked, Constraint, LearningRule, Row, RuleOptions, RuleParams, Vocabulary
+from vllm_ext.samplers.base import (
+    Asked,
+    Constraint,
+    Kind,
+    LearningRule,
+    Row,
+    RuleOptions,
+    RuleParams,
+    Vocabulary,
+)
 
 
 class AsapOptions(RuleOptions):
@@ -51,9 +60,9 @@ class AsapOptions(RuleOptions):
 class AsapParams(RuleParams):
     """Of a request; one of them."""
 
-    asap_json: str | None = Field(default=None, description=grammar.KINDS["json"])
-    asap_regex: str | None = Field(default=None, description=grammar.KINDS["regex"])
-    asap_grammar: str | None = Field(default=None, description=grammar.KINDS["grammar"])
+    asap_json: str | None = Field(default=None, min_length=1, description=grammar.KINDS["json"])
+    asap_regex: str | None = Field(default=None, min_length=1, description=grammar.KINDS["regex"])
+    asap_grammar: str | None = Field(default=None, min_length=1, description=grammar.KINDS["grammar"])
 
     _only_one = model_validator(mode="after")(grammar.only_one)
 
@@ -94,7 +103,7 @@ class AsapRule(LearningRule):
         return grammar.problem(asked, "asap")
 
     @classmethod
-    def grammar(cls, params: AsapParams) -> tuple[str, str] | None:
+    def grammar(cls, params: AsapParams) -> tuple[Kind, str] | None:
         """See the base class."""
         return grammar.grammar_of(params, "asap")
 

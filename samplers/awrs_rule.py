@@ -22,6 +22,7 @@ from vllm_ext.samplers import awrs, grammar
 from vllm_ext.samplers.base import (
     Asked,
     Constraint,
+    Kind,
     Row,
     Rule,
     RuleOptions,
@@ -51,9 +52,9 @@ class AwrsOptions(RuleOptions):
 class AwrsParams(RuleParams):
     """Of a request; one of them."""
 
-    awrs_json: str | None = Field(default=None, description=grammar.KINDS["json"])
-    awrs_regex: str | None = Field(default=None, description=grammar.KINDS["regex"])
-    awrs_grammar: str | None = Field(default=None, description=grammar.KINDS["grammar"])
+    awrs_json: str | None = Field(default=None, min_length=1, description=grammar.KINDS["json"])
+    awrs_regex: str | None = Field(default=None, min_length=1, description=grammar.KINDS["regex"])
+    awrs_grammar: str | None = Field(default=None, min_length=1, description=grammar.KINDS["grammar"])
     awrs_check: str | None = Field(default=None, description="name of a check that the answer passes")
 
     _only_one = model_validator(mode="after")(grammar.only_one)
@@ -107,7 +108,7 @@ class AwrsRule(Rule):
         return grammar.problem(asked, "awrs")
 
     @classmethod
-    def grammar(cls, params: AwrsParams) -> tuple[str, str] | None:
+    def grammar(cls, params: AwrsParams) -> tuple[Kind, str] | None:
         """See the base class."""
         return grammar.grammar_of(params, "awrs")
 

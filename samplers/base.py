@@ -15,12 +15,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Literal, Protocol
 
 import torch
 from pydantic import BaseModel, ConfigDict
 
 from vllm_ext.kernels.learned_arrays import Learned
+
+Kind = Literal["json", "regex", "grammar"]  # how a grammar is written
 
 
 class RuleOptions(BaseModel):
@@ -75,6 +77,8 @@ class Row:
     # What a rule keeps of the rows before this one, by their place in the output: of a row on a tree, those of its own
     # path. It outlives a preemption.
     kept: dict[int, Any] = field(default_factory=dict)
+    # What rules have raised for the request, by place in its output; the engine adapter ends it.
+    faults: dict[int, str] = field(default_factory=dict)
 
 
 class Vocabulary(Protocol):
@@ -152,7 +156,7 @@ class Rule(ABC):
         """Why a request cannot be served, with the way out; None where it can."""
 
     @classmethod
-    def grammar(cls, params: Any) -> tuple[str, str] | None:
+    def grammar(cls, params: Any) -> tuple[Kind, str] | None:
         """A request's grammar, for vLLM to look at before the request is taken: field of structured_outputs, source."""
         return None
 

@@ -8,23 +8,25 @@ cheaply, so those behind the last rows are kept; where none is, one reads the pr
 from __future__ import annotations
 
 import functools
+import re
 from collections import OrderedDict
 from collections.abc import Sequence
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 
 from vllm_ext.kernels.sparse import Int32
-from vllm_ext.samplers.base import Asked, RuleParams, Vocabulary
+from vllm_ext.samplers.base import Asked, Kind, RuleParams, Vocabulary
+from vllm_ext.samplers.messages import quoted
 
 P = TypeVar("P", bound=RuleParams)
-Kind = Literal["json", "regex", "grammar"]
 KINDS: dict[Kind, str] = {
     "json": "JSON schema, as text, that the answer obeys",
     "regex": "regular expression that the answer matches",
-    "grammar": "grammar of the answer, in EBNF",
+    "grammar": "grammar of the answer, in EBNF or, where no line has ::=, Lark",
 }
+SYNTAX = {"json": "a JSON schema", "regex": "a regular expression", "grammar": "EBNF or Lark"}
 KEPT = 512  # matchers; 5 kB each for JSON
 COMPILED = 256  # grammars
 
@@ -33,6 +35,45 @@ def grammar_of(params: RuleParams, rule: str) -> tuple[Kind, str] | None:
     """What is given of a rule's parameters ``RULE_json``, ``RULE_regex`` and ``RULE_grammar``; the first."""
     given = [(kind, getattr(params, f"{rule}_{kind}")) for kind in KINDS]
     return next(((kind, source) for kind, source in given if source is not None), None)
+
+
+def is_lark(source: str) -> bool:
+    """Whether a grammar is Lark's, which has no ``::=``; as vLLM tells them apart."""
+    return not any("::=" in re.sub(r"(#|//).*$", "", line) for line in source.split("\n"))
+
+
+def compiled(compiler: Any, kind: Kind, source: str) -> Any:
+    """An xgrammar CompiledGrammar.
+
+    Args:
+        compiler: an xgrammar GrammarCompiler.
+        kind: how ``source`` is written.
+        source: see `KINDS`.
+    """
+    if kind == "json":
+        return compiler.compile_json_schema(source)
+    if kind == "regex":
+        return compiler.compile_regex(source)
+    return compiler.compile_lark(source) if is_lark(source) else compiler.compile_grammar(source)
+
+
+def check(kind: Kind, source: str) -> None:
+    """Refuse what cannot be parsed as `compiled` parses it.
+
+    Raises:
+        ValueError: what the parser says.
+    """
+    import xgrammar
+
+    parsers: dict[Kind, Any] = {
+        "json": xgrammar.Grammar.from_json_schema,
+        "regex": xgrammar.Grammar.from_regex,
+        "grammar": xgrammar.Grammar.from_lark if is_lark(source) else xgrammar.Grammar.from_ebnf,
+    }
+    try:
+        parsers[kind](source)
+    except Exception as error:  # its classes are many, and differ between versions
+        raise ValueError(f"{quoted(source)} is not {SYNTAX[kind]} ({quoted(error)})") from None
 
 
 def only_one(params: P) -> P:
@@ -149,13 +190,7 @@ class Grammars:
         return xgrammar.GrammarMatcher(self._compiled(kind, source), override_stop_tokens=[end])
 
     def _compile(self, kind: Kind, source: str) -> Any:
-        if kind == "json":
-            return self._compiler.compile_json_schema(source)
-        return (
-            self._compiler.compile_regex(source)
-            if kind == "regex"
-            else self._compiler.compile_grammar(source)
-        )
+        return compiled(self._compiler, kind, source)
 
     @functools.cached_property
     def _compiler(self) -> Any:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
 
@@ -32,8 +31,6 @@ from vllm_ext.samplers.base import (
     load_function,
     text_of,
 )
-
-logger = logging.getLogger("vllm.vllm_ext")
 
 Monitor = Callable[[str], Sequence[str]]
 PYTHON = "vllm_ext.samplers.python_monitor:attributes"
@@ -76,7 +73,6 @@ class MonitorRule(Rule):
         self._monitors = monitors
         self._names = functools.lru_cache(SITES)(self._ask)
         self._ids = functools.lru_cache(SITES)(self._tokens)
-        self._failed: set[str] = set()
 
     @classmethod
     def from_options(cls, options: MonitorOptions, vocabulary: Vocabulary) -> MonitorRule:
@@ -169,18 +165,7 @@ class MonitorRule(Rule):
 
     def _ask(self, monitor: str, code: str) -> frozenset[str]:
         """Names behind the dot that some code ends with."""
-        try:
-            return frozenset(name for name in self._monitors[monitor](code) if name)
-        except Exception as error:  # whatever an analysis trips over: it must not end the request
-            if (cause := type(error).__name__) not in self._failed:
-                self._failed.add(cause)
-                logger.warning(
-                    "vllm-ext: monitor %r failed, and restricts nothing there: %r. The same kind of error is not "
-                    "logged again.",
-                    monitor,
-                    error,
-                )
-            return frozenset()
+        return frozenset(name for name in self._monitors[monitor](code) if name)
 
     def _tokens(self, names: frozenset[str], typed: str) -> Int32 | None:
         """Tokens that go on with a name of which some is there; None where there is no such name."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import keyword
+import logging
 import os
 import re
 import sys
@@ -17,6 +18,10 @@ import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from vllm_ext.samplers.messages import quoted
+
+logger = logging.getLogger("vllm.vllm_ext")
 
 # Strings and comments, as far as they go; f-strings are strings. jedi reads one that is not closed as code.
 _LITERAL = re.compile(
@@ -33,7 +38,8 @@ def attributes(code: str) -> Sequence[str]:
 
     - ``self`` and ``cls``: their class is being written, and a statement may give it one more;
     - what has a ``__getattr__``: argparse's namespaces, mocks, modules that import lazily;
-    - what has no public ones, such as a variable that is None until later.
+    - what has no public ones, such as a variable that is None until later;
+    - where jedi fails.
 
     Args:
         code: up to a dot and with it; nothing else needs to be whole.
@@ -42,11 +48,31 @@ def attributes(code: str) -> Sequence[str]:
         return ()
     import jedi  # type: ignore[import-untyped]
 
-    found = jedi.Script(code, environment=_environment(), project=_project()).complete()
+    try:
+        found = jedi.Script(code, environment=_environment(), project=_project()).complete()
+    except Exception as error:  # it trips over code of many kinds
+        _log(type(error).__name__, quoted(error))
+        return ()
     names = {name.name for name in found if not keyword.iskeyword(name.name)}
     if "__getattr__" in names or all(name.startswith("_") for name in names):
         return ()
     return sorted(names)
+
+
+_failed: set[str] = set()
+
+
+def _log(kind: str, what: str) -> None:
+    """Once for each kind of error."""
+    if kind in _failed:
+        return
+    _failed.add(kind)
+    logger.warning(
+        "vllm-ext: jedi failed, and monitor 'python' restricts nothing there: %s: %s. The same kind of error is not "
+        "logged again.",
+        kind,
+        what,
+    )
 
 
 @functools.cache

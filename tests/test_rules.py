@@ -218,10 +218,11 @@ def test_rules_that_report_or_learn_bring_their_classes(slice_dir: str, made: Pa
     asap = {"asap": {"state_dir": str(tmp_path / "new")}}
     config = engine_config(slice_dir, {"rules": asap})
     assert config.parallel_config.worker_cls == plugin.RULES_WORKER_CLASS
-    assert config.scheduler_config.scheduler_cls is None
+    assert config.scheduler_config.scheduler_cls.startswith("vllm_ext.ended_requests.")
     assert (tmp_path / "new").is_dir()
     config = engine_config(slice_dir, {"rules": {"trie": {"files": {"short": str(made)}}}})
-    assert "vllm_ext" not in config.parallel_config.worker_cls
+    assert config.parallel_config.worker_cls == plugin.RULES_WORKER_CLASS  # it tells of rules that fail
+    assert config.scheduler_config.scheduler_cls.startswith("vllm_ext.ended_requests.")
 
 
 def test_a_folder_that_cannot_be_written_to_is_refused(slice_dir: str, tmp_path: Path) -> None:

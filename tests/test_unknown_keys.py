@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from vllm_ext import config
-from vllm_ext.allowed import nearest, quoted
+from vllm_ext.allowed import nearest
+from vllm_ext.samplers.messages import quoted
 
 KNOWN = ("trie", "contrastive", "contrastive_beta", "cad", "rpg_count", "vllm_ext")
 

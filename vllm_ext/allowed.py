@@ -7,18 +7,8 @@ import functools
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
-MOST_QUOTED = 200  # characters of a value in a message
 MOST_EDITS = 2
 SHORT = 3  # of names this short every other word is two edits away: one counts
-
-
-def quoted(value: object) -> str:
-    """A value as Python writes it, cut where it is long."""
-    if isinstance(value, (str, bytes)) and len(value) > MOST_QUOTED:
-        value = value[:MOST_QUOTED]
-        return f"{value!r:.{MOST_QUOTED}}..."
-    text = repr(value)
-    return text if len(text) <= MOST_QUOTED else f"{text[:MOST_QUOTED]}..."
 
 
 def in_words(schema: Mapping[str, Any]) -> str:

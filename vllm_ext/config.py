@@ -13,9 +13,10 @@ from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
 
-from vllm_ext.allowed import MOST_QUOTED, hint, in_words, nearest, quoted
+from vllm_ext.allowed import hint, in_words, nearest
 from vllm_ext.proposers.base import MethodOptions, Proposer
 from vllm_ext.proposers.registry import METHODS, load_method, unknown_method
+from vllm_ext.samplers.messages import MOST_QUOTED, quoted
 
 ADDITIONAL_CONFIG_KEY = "vllm_ext"
 # Keys under that; the first is ours alone to write.

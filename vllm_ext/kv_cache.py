@@ -14,10 +14,10 @@ from typing import Any
 from pydantic import ValidationError
 
 from vllm_ext import config
-from vllm_ext.allowed import quoted
 from vllm_ext.codecs.base import CodecOptions, KVCodec
 from vllm_ext.codecs.registry import load_codec
 from vllm_ext.proposers.draft_model import PassOptions
+from vllm_ext.samplers.messages import quoted
 
 FIELD = f'{config.FIELD}["{config.KV}"]'
 

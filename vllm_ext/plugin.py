@@ -34,8 +34,12 @@ V2_ASYNC_SCHEDULER_CLASS = "vllm_ext.v2_scheduler.AsyncBudgetScheduler"
 V2_WORKER_CLASS = "vllm_ext.v2_worker.Worker"
 EXECUTOR_CLASS = "vllm_ext.v1_executor.Executor"
 SCHEDULER_CLASS = "vllm_ext.v1_scheduler.Scheduler"  # of methods that draft with a model
-# Of rules that report or learn, where no method of ours runs.
+# Of rules, where no method of ours runs.
 RULES_WORKER_CLASS = "vllm_ext.v1_worker.RulesWorker"
+V2_RULES_WORKER_CLASS = "vllm_ext.v2_worker.RulesWorker"
+# Of rules, where no scheduler of ours does more; it ends requests whose rule fails.
+ENDING_SCHEDULER_CLASS = "vllm_ext.ended_requests.Scheduler"
+ENDING_ASYNC_SCHEDULER_CLASS = "vllm_ext.ended_requests.AsyncScheduler"
 KV_WORKER_CLASS = "vllm_ext.v1_worker.KVWorker"  # of encoded caches, where neither is
 RULES_SCHEDULER_CLASS = "vllm_ext.v1_scheduler.RulesScheduler"
 
@@ -118,6 +122,8 @@ def _create_engine_config(original: Any, engine_args: Any, *args: Any, **kwargs:
         compat.check_rules_runner(ruled, on_v2)
         processors = [*(engine_args.logits_processors or ()), _processor_of(ruled, on_v2)]
         rewritten["logits_processors"] = processors
+        if engine_args.worker_cls == "auto":
+            rewritten.setdefault("worker_cls", V2_RULES_WORKER_CLASS if on_v2 else RULES_WORKER_CLASS)
     if kv is not None:
         companion = ruled is not None and ruled.companion is not None
         kv_cache.check_engine_args(engine_args, kv, companion, settings)
@@ -180,6 +186,11 @@ def _create_engine_config(original: Any, engine_args: Any, *args: Any, **kwargs:
         logger.info("vllm-ext: model runner %s: %s", choice.runner, choice.reason)
         if choice.runner == "V2" and not runners.is_on_device(settings):
             logger.info("vllm-ext: %s: %s", settings.method, runners.WAITS)
+    if ruled is not None and vllm_config.scheduler_config.scheduler_cls is None:
+        ahead = vllm_config.scheduler_config.async_scheduling
+        vllm_config.scheduler_config.scheduler_cls = (
+            ENDING_ASYNC_SCHEDULER_CLASS if ahead else ENDING_SCHEDULER_CLASS
+        )
     return vllm_config
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 import json
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,14 +18,17 @@ from typing import Any, NamedTuple
 from pydantic import ValidationError
 
 from vllm_ext import config
-from vllm_ext.allowed import hint, nearest, quoted
+from vllm_ext.allowed import hint, nearest
 from vllm_ext.proposers.base import Request
 from vllm_ext.proposers.tree import DraftTree
 from vllm_ext.proposers.under_grammar import under_grammar
-from vllm_ext.samplers.base import Asked, LearningRule, Row, Rule, RuleOptions, RuleParams
+from vllm_ext.samplers.base import Asked, Kind, LearningRule, Row, Rule, RuleOptions, RuleParams
+from vllm_ext.samplers.messages import quoted
 from vllm_ext.samplers.registry import RULES, load_rule, unknown_rule
 from vllm_ext.samplers.steering import CompanionOptions, PausingRule, SteeringOptions, SteeringRule
 from vllm_ext.vocabulary import ModelVocabulary
+
+logger = logging.getLogger("vllm.vllm_ext")
 
 FIELD = config.FIELD
 # Keys that the engine puts into SamplingParams.extra_args; see `vllm_ext.twins`.
@@ -147,7 +151,7 @@ class RuleSettings:
             isinstance(self.options.get(name), CompanionOptions) for name, _ in self.of_request(params)
         )
 
-    def grammars(self, params: Any) -> list[tuple[str, str, str]]:
+    def grammars(self, params: Any) -> list[tuple[str, Kind, str]]:
         """Those that rules know by themselves: key of ``vllm_xargs``, vLLM's field for such a grammar, source."""
         found = [(name, load_rule(name).grammar(its)) for name, its in self.of_request(params)]
         return [(f"{name}_{given[0]}", *given) for name, given in found if given is not None]
@@ -381,11 +385,19 @@ class RuledRequests:
         prompt = request.tokens[: request.num_prompt_tokens].tolist()
         for name, its in asking:
             row = Row(prompt, output, end, its, asked)
-            constraint = self._rules[name].constraint(row)
-            if constraint is not None:
-                most = min(request.budget_tokens, request.max_depth)
-                forced = constraint.forced(most)
-                tree = under_grammar(constraint, tree, forced, request.budget_tokens, request.max_depth)
+            try:
+                constraint = self._rules[name].constraint(row)
+                if constraint is not None:
+                    most = min(request.budget_tokens, request.max_depth)
+                    forced = constraint.forced(most)
+                    tree = under_grammar(constraint, tree, forced, request.budget_tokens, request.max_depth)
+            except Exception as error:  # of the drafts alone: the row itself says what becomes of the request
+                logger.warning(
+                    "vllm-ext: rule %r failed for a draft, which the request goes without: %s",
+                    name,
+                    quoted(error),
+                )
+                return DraftTree.empty()
         return tree
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import functools
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -23,10 +23,12 @@ from vllm.v1.sample.logits_processor import LogitsProcessor
 from vllm.v1.sample.logits_processor.builtin import process_dict_updates
 from vllm.v1.structured_output.backend_xgrammar import validate_xgrammar_grammar
 
-from vllm_ext import rules
+from vllm_ext import rule_faults, rules
 from vllm_ext.rules import RuleSettings
-from vllm_ext.samplers.base import LearningRule, Row
-from vllm_ext.samplers.steering import CompanionOptions, Pause, PausingRule, SteeringRule
+from vllm_ext.samplers import grammar
+from vllm_ext.samplers.base import Kind, LearningRule, Row, Rule
+from vllm_ext.samplers.messages import quoted
+from vllm_ext.samplers.steering import CompanionOptions, Pause, SteeringRule
 from vllm_ext.v1_memory import Memory
 from vllm_ext.vocabulary import ModelVocabulary
 
@@ -83,8 +85,9 @@ class RuleProcessor(LogitsProcessor):  # type: ignore[misc]  # vLLM is untyped t
             return None
         asked, end = rules.asked_of(params), params.eos_token_id
         kept = {} if self.beside is None else self.beside.kept(output)
+        faults: dict[int, str] = {}
         return {
-            name: Row(prompt or [], output, end, its, asked, kept=kept.setdefault(name, {}))
+            name: Row(prompt or [], output, end, its, asked, kept=kept.setdefault(name, {}), faults=faults)
             for name, its in asking
         }
 
@@ -103,21 +106,31 @@ class RuleProcessor(LogitsProcessor):  # type: ignore[misc]  # vLLM is untyped t
         self.paused = {}
         for name, rule in self._rules.items():
             rows = {index: its[name] for index, its in self.rows.items() if name in its}
-            if isinstance(rule, SteeringRule) and rows:
+            rows = {index: row for index, row in sorted(rows.items()) if not row.faults}
+            if not rows:
+                continue
+            places = list(rows)
+            if isinstance(rule, SteeringRule):
                 assert self.beside is not None
                 rule.beside = self.beside
-                self.beside.rows_are(None if len(rows) == len(logits) else list(rows))
-            if len(rows) == len(logits):
-                rule.apply(logits, [rows[index] for index in range(len(logits))])
-            elif rows:
-                index = torch.tensor(list(rows), device=logits.device)
-                part = logits[index]
-                rule.apply(part, list(rows.values()))
-                logits[index] = part
-            if isinstance(rule, PausingRule) and rows:
-                places = range(len(logits)) if len(rows) == len(logits) else list(rows)
-                self.paused |= {places[row]: pause for row, pause in rule.paused.items()}
+                self.beside.rows_are(None if len(rows) == len(logits) else places)
+            whole = len(rows) == len(logits)
+            part = logits if whole else logits[torch.tensor(places, device=logits.device)]
+            pauses = rule_faults.apply(name, rule, part, list(rows.values()), self._at(rule, places))
+            if not whole:
+                logits[torch.tensor(places, device=logits.device)] = part
+            self.paused |= {places[row]: pause for row, pause in pauses.items()}
+        rule_faults.end(logits, {index: next(iter(its.values())) for index, its in self.rows.items()})
         return logits
+
+    def _at(self, rule: Rule, places: Sequence[int]) -> Callable[[Sequence[int]], None]:
+        """What tells of rows of a rule's that it is about to be applied to."""
+
+        def at(rows: Sequence[int]) -> None:
+            if isinstance(rule, SteeringRule) and self.beside is not None:
+                self.beside.rows_are([places[row] for row in rows])
+
+        return at
 
 
 def validate(settings: RuleSettings, params: SamplingParams) -> None:
@@ -134,14 +147,15 @@ def validate(settings: RuleSettings, params: SamplingParams) -> None:
         raise VLLMValidationError(str(error), parameter="vllm_xargs") from None
 
 
-def _check_grammar(key: str, field: str, source: str) -> None:
+def _check_grammar(key: str, field: Kind, source: str) -> None:
     """Refuse what xgrammar can make nothing of, and schemas that it would only take in part."""
     try:
         validate_xgrammar_grammar(
             SamplingParams(structured_outputs=StructuredOutputsParams(**{field: source}))
         )
+        grammar.check(field, source)
     except (ValueError, VLLMValidationError) as error:
-        raise ValueError(f"vllm_xargs {key}: {error}") from None
+        raise ValueError(f"vllm_xargs {key}: {quoted(error)}") from None
 
 
 def paused(processors: Any) -> dict[int, Pause]:
@@ -169,6 +183,23 @@ def take_notes(processors: Any, names: Sequence[str]) -> dict[str, Notes]:
                         found.setdefault(names[index], {}).update(row.notes)
                         row.notes.clear()
     return found
+
+
+def take_faults(processors: Any, names: Sequence[str]) -> dict[str, tuple[int, str]]:
+    """What rules have raised for the batch's requests, by request id: a place in the output, and the reason.
+
+    Args:
+        processors: vLLM's LogitsProcessors.
+        names: request ids, by batch index.
+    """
+    return {
+        names[index]: fault
+        for processor in processors.all
+        if isinstance(processor, RuleProcessor)
+        for index, rows in processor.rows.items()
+        for row in rows.values()
+        for fault in row.faults.items()
+    }
 
 
 def remember(vllm_config: Any) -> list[Memory]:

@@ -17,6 +17,7 @@ from typing import Any
 from vllm.v1.outputs import DraftTokenIds
 
 from vllm_ext import grammars, kv_cache, rules
+from vllm_ext.ended_requests import EndsFaulty
 from vllm_ext.proposers.sampled import ASKED_PER_NODE
 from vllm_ext.v1_branch_scheduler import BranchScheduler
 
@@ -27,7 +28,7 @@ FORGOTTEN = (
 REPORT = "vllm_ext"  # the key of what a request's rules have to say
 
 
-class RulesScheduler(BranchScheduler):
+class RulesScheduler(EndsFaulty, BranchScheduler):
     """Adds up what sampling rules note of a request's tokens, and returns it with the request; and lets the KV cache's
     manager know what the worker has forgotten.
 

@@ -17,6 +17,7 @@ from vllm_ext import (
     kv_cache,
     linear_layers,
     patches,
+    rule_faults,
     rules,
     v1_attention,
     v1_beside,
@@ -84,7 +85,7 @@ class KVWorker(PlatformWorker):  # type: ignore[misc]  # vLLM is untyped to us
 
 
 class RulesWorker(KVWorker):
-    """Named in ``worker_cls`` where a rule reports, learns, or reads more than logits."""
+    """Named in ``worker_cls`` where there are rules: one may report, learn, read more than logits, or fail."""
 
     _memories: Sequence[Memory] = ()
     _reports = False
@@ -118,6 +119,9 @@ class RulesWorker(KVWorker):
         if self._reports and output is not None:
             notes = v1_rules.take_notes(runner.input_batch.logitsprocs, runner.input_batch.req_ids)
             setattr(output, v1_scheduler.NOTES, notes)
+        if output is not None:
+            faults = v1_rules.take_faults(runner.input_batch.logitsprocs, runner.input_batch.req_ids)
+            rule_faults.attach(output, faults)
         return output
 
     def shutdown(self) -> None:

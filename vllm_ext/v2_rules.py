@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import functools
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor
 
-from vllm_ext import rules, v1_rules
+from vllm_ext import rule_faults, rules, v1_rules
 from vllm_ext.rules import Asking, RuleSettings
 from vllm_ext.samplers.base import Asked, Row
 from vllm_ext.vocabulary import ModelVocabulary
@@ -30,6 +31,7 @@ class _Request:
     asked: Asked
     end: int
     kept: dict[str, dict[int, Any]]  # by rule, see `Row.kept`
+    faults: dict[int, str]  # see `Row.faults`
     prompt: list[int] | None = None  # None: not read yet
     output: list[int] | None = None  # what the host has read of it
 
@@ -60,7 +62,7 @@ class RuleProcessor(LogitsProcessor):  # type: ignore[misc]  # vLLM is untyped t
         if not asking:
             return False
         asked, end = rules.asked_of(sampling_params), sampling_params.eos_token_id
-        self._requests[req_idx] = _Request(asking, asked, end, {name: {} for name, _ in asking})
+        self._requests[req_idx] = _Request(asking, asked, end, {name: {} for name, _ in asking}, {})
         return True
 
     def apply(self, logits: torch.Tensor, ctx: Any) -> torch.Tensor:
@@ -72,6 +74,7 @@ class RuleProcessor(LogitsProcessor):  # type: ignore[misc]  # vLLM is untyped t
         row_slots, offsets = ctx.expanded_idx_mapping.tolist(), ctx.expanded_local_pos.tolist()
         tokens = ctx.input_ids.tolist()
         found: dict[str, dict[int, Row]] = {name: {} for name in self._rules}
+        failing: dict[int, Row] = {}
         for index, (slot, offset) in enumerate(zip(row_slots, offsets, strict=True)):
             if (request := self._requests.get(slot)) is None:
                 continue
@@ -83,16 +86,33 @@ class RuleProcessor(LogitsProcessor):  # type: ignore[misc]  # vLLM is untyped t
                 continue  # behind the end of a path: nobody takes what is drawn there
             output = request.output + drafts
             for name, its in request.asking:
-                kept = request.kept[name]
-                row = Row(request.prompt, output, request.end, its, request.asked, kept=kept)
-                found[name][index] = row
-        for name, rows in found.items():
+                kept, faults = request.kept[name], request.faults
+                row = Row(request.prompt, output, request.end, its, request.asked, kept=kept, faults=faults)
+                found[name][index] = failing[index] = row
+        for name, all_rows in found.items():
+            rows = {index: row for index, row in all_rows.items() if not row.faults}
             if rows:
                 place = torch.tensor(list(rows), device=logits.device)
                 part = logits[place]
-                self._rules[name].apply(part, list(rows.values()))
+                rule_faults.apply(name, self._rules[name], part, list(rows.values()))
                 logits[place] = part
+        # Of a request's rows those before the first fault have been drawn from, and are right.
+        rule_faults.end(
+            logits,
+            {index: row for index, row in failing.items() if min(row.faults, default=0) <= len(row.output)},
+        )
         return logits
+
+    def take_faults(self, slots: Mapping[str, int]) -> dict[str, tuple[int, str]]:
+        """What rules have raised for some requests, by request id: a place in the output, and the reason.
+
+        Args:
+            slots: by request id.
+        """
+        if not any(request.faults for request in self._requests.values()):
+            return {}
+        found = {name: self._requests[slot].faults for name, slot in slots.items() if slot in self._requests}
+        return {name: fault for name, faults in found.items() for fault in faults.items()}
 
     def _read(self, slots: list[int]) -> None:
         """Catch up with the requests' tokens."""

@@ -12,6 +12,7 @@ from typing import Any
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
+from vllm_ext.ended_requests import EndsFaulty
 from vllm_ext.proposers.level_budget import LevelBudget, levels_of
 from vllm_ext.v2_counts import BUDGET
 
@@ -75,9 +76,9 @@ def _most_rows(vllm_config: Any) -> int:
     return int(compilation.max_cudagraph_capture_size)
 
 
-class BudgetScheduler(Budgeted, Scheduler):  # type: ignore[misc]  # vLLM is untyped to us
+class BudgetScheduler(EndsFaulty, Budgeted, Scheduler):  # type: ignore[misc]  # vLLM is untyped to us
     """Where a step is scheduled when the last one's tokens are known."""
 
 
-class AsyncBudgetScheduler(Budgeted, AsyncScheduler):  # type: ignore[misc]
+class AsyncBudgetScheduler(EndsFaulty, Budgeted, AsyncScheduler):  # type: ignore[misc]
     """Where steps are scheduled ahead."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's own worker of this platform, with our V2 runner. Named in ``worker_cls`` where a method of ours runs on V2."""
+"""vLLM's own worker of this platform: telling of sampling rules that have failed, and with our V2 runner too."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from typing import Any
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
-from vllm_ext import compat, rules, seams, v2_attention, v2_runner
+from vllm_ext import compat, rule_faults, rules, seams, v2_attention, v2_runner
 from vllm_ext.startup_log import Started
+from vllm_ext.v2_rules import RuleProcessor
 from vllm_ext.v2_speculator import TreeSpeculator
 
 if current_platform.is_cpu():
@@ -20,8 +21,21 @@ else:
 logger = init_logger("vllm.vllm_ext")
 
 
-class Worker(PlatformWorker):  # type: ignore[misc]  # vLLM is untyped to us
-    """See the file."""
+class RulesWorker(PlatformWorker):  # type: ignore[misc]  # vLLM is untyped to us
+    """Named in ``worker_cls`` where there are rules and no method of ours."""
+
+    def sample_tokens(self, grammar_output: Any) -> Any:
+        """vLLM's; what rules have raised goes with the tokens."""
+        output = super().sample_tokens(grammar_output)
+        runner = self.model_runner
+        for processor in runner.sampler.logits_processors if runner.sampler is not None else ():
+            if isinstance(processor, RuleProcessor):
+                rule_faults.attach(output, processor.take_faults(runner.req_states.req_id_to_index))
+        return output
+
+
+class Worker(RulesWorker):
+    """Named in ``worker_cls`` where a method of ours runs on V2."""
 
     def init_device(self) -> None:
         """Refuse a vLLM that has moved before any model is loaded, then install the runner."""

@@ -25,6 +25,7 @@ import measure  # noqa: E402
 import penalty_works  # noqa: E402
 import torch  # noqa: E402
 import v2_works  # noqa: E402
+from tree_cases import Case  # noqa: E402
 from triton.testing import do_bench  # noqa: E402
 
 from vllm_ext.kernels.top_k import top_k_ids  # noqa: E402
@@ -75,7 +76,7 @@ def works() -> Iterator[tuple[str, str, Callable[[], object], int]]:
             yield "FlashAttention + attend_nodes", size, in_two, num_bytes
 
 
-def in_stages(case: device_works.Case, output: torch.Tensor, stages: int) -> Callable[[], object]:
+def in_stages(case: Case, output: torch.Tensor, stages: int) -> Callable[[], object]:
     """Tree attention that reads so many steps of keys ahead: two fit every card, more may be faster on large ones."""
     prepared: dict[str, Any] = {}
     call = functools.partial(

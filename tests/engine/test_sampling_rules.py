@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import rule_faults
 from conftest import engine
 from helpers import assert_same_outputs, own_prompts
 from safetensors import safe_open
@@ -364,3 +365,51 @@ def test_the_best_span_of_all(plain: Any, trees: Any) -> None:
     )
     rows = zip(output.prompt_logprobs[len(prompt) :], whole[len(prompt) :], strict=True)
     assert sum(row[token].logprob for row, token in rows) == pytest.approx(found.logprob, abs=1e-3)
+
+
+FAULTY: dict[str, SamplingParams] = {
+    "trie": params(GREEDY, trie="titles"),
+    "extract": params(GREEDY, extract=PASSAGE),
+    "monitor": params(GREEDY, monitor="python", monitor_context=CODE),
+    "rpg": params(GREEDY, rpg=2.0),
+    "asap": params(SEEDED, asap_json=SCHEMA),
+    "awrs": params(SEEDED, awrs_json=SCHEMA),
+}
+
+
+@rule_faults.WHERE
+@pytest.mark.parametrize("name", FAULTY)
+def test_a_rule_that_raises_ends_its_request_alone(plain: Any, trees: Any, name: str, where: str) -> None:
+    for llm in (trees,) if where == rule_faults.TREE else (plain, trees):
+        prompts = rule_faults.tokens_of(llm, 3)
+        rule_faults.check_that_one_request_ends(
+            llm, name, lambda _: FAULTY[name], params(GREEDY), where, prompts
+        )
+    if where == rule_faults.START and name != "extract":  # whose rows ask for the same
+        rule_faults.check_that_drafts_are_lost(trees, name, lambda _: FAULTY[name], params(GREEDY), prompts)
+    assert counters(trees)["fallbacks:proposer_error"] == 0
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"asap_json": ""}, "asap_json='' is not allowed"),
+        ({"asap_grammar": ""}, "asap_grammar='' is not allowed"),
+        ({"asap_regex": ""}, "asap_regex='' is not allowed"),
+        ({"awrs_json": ""}, "awrs_json='' is not allowed"),
+        ({"awrs_grammar": ""}, "awrs_grammar='' is not allowed"),
+        ({"awrs_grammar": "nothing"}, "awrs_grammar: Invalid grammar"),
+        ({"awrs_grammar": "start: missing"}, "awrs_grammar: Invalid grammar"),
+        ({"asap_json": '{"const": NaN}'}, "asap_json: Failed to transform json schema"),
+    ],
+)
+def test_what_is_let_through_compiles(trees: Any, given: dict[str, str], says: str) -> None:
+    with pytest.raises(VLLMValidationError, match=says):
+        ask(trees, [params(SEEDED, **given)])
+
+
+@pytest.mark.parametrize("rule", ["asap", "awrs"])
+def test_lark_is_a_grammar_as_vllm_has_it(plain: Any, trees: Any, rule: str) -> None:
+    for llm in (plain, trees):
+        (answer,) = ask(llm, [params(SEEDED, **{f"{rule}_grammar": 'start: "yes" | "no"\n'})])
+        assert answer.text in ("yes", "no")

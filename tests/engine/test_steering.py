@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import rule_faults
 import slices
 import torch
 from conftest import engine
@@ -77,7 +78,7 @@ def trees(
 
 
 def params(sampling: dict[str, Any], **extra_args: Any) -> SamplingParams:
-    return SamplingParams(max_tokens=40, ignore_eos=True, extra_args=extra_args or None, **sampling)
+    return SamplingParams(**{"max_tokens": 40, "ignore_eos": True, **sampling}, extra_args=extra_args or None)
 
 
 def prompts_of(llm: Any, count: int) -> list[list[int]]:
@@ -419,3 +420,16 @@ def test_what_was_kept_outlives_preemptions(plain: Any, trees: Any) -> None:
         if left.kv_transfer_params is not None:
             found = right.kv_transfer_params["vllm_ext"]["anchored_kl"]
             assert found == pytest.approx(left.kv_transfer_params["vllm_ext"]["anchored_kl"], rel=1e-3)
+
+
+@rule_faults.FEW
+@pytest.mark.parametrize("name", RULES)
+def test_a_rule_that_raises_ends_its_request_alone(plain: Any, trees: Any, name: str, where: str) -> None:
+    def asking(index: int) -> SamplingParams:
+        given = {"cad_context": context_of(index)} if name == "cad" else {name: True}
+        return params({**GREEDY, "max_tokens": 16}, **given)
+
+    llm = trees if where == rule_faults.TREE else plain
+    prompts = rule_faults.tokens_of(llm, 3)
+    rule_faults.check_that_one_request_ends(llm, name, asking, params(GREEDY), where, prompts)
+    assert counters(trees)["fallbacks:proposer_error"] == 0

@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import rule_faults
 from conftest import V2_METHOD, v2_engine
 from helpers import assert_same_outputs
 from typer.testing import CliRunner
@@ -27,7 +28,9 @@ def llms(v2_dir: str, v2_plain: Any, tmp_path_factory: pytest.TempPathFactory) -
     file = str(folder / "answers.trie")
     command = ["trie", "build", "--tokenizer", v2_dir, "--output", file, str(folder / "answers.txt")]
     assert CliRunner().invoke(app, command).exit_code == 0
-    rules = {"vllm_ext": {"rules": {"trie": {"files": {"answers": file}}, "rpg": {}}}}
+    rules = {
+        "vllm_ext": {"rules": {"trie": {"files": {"answers": file}}, "rpg": {}, "extract": {}, "monitor": {}}}
+    }
     options = {"additional_config": rules}
     return v2_engine(v2_dir, **options), v2_engine(v2_dir, V2_METHOD, **options)
 
@@ -58,3 +61,25 @@ def test_wrong_requests_are_refused(llms: tuple[Any, Any]) -> None:
     for llm in llms:
         with pytest.raises(VLLMValidationError, match="nothing"):
             generate(llm, prompts(1), sampling(extra_args={"trie": "nothing"}, ignore_eos=False))
+
+
+FAULTY = {
+    "trie": {"trie": "answers"},
+    "extract": {"extract": "the old sailor goes home and the young sailor goes home"},
+    "monitor": {"monitor": "python", "monitor_context": "x = 'a'\n"},
+    "rpg": {"rpg": 2.0},
+}
+
+
+@rule_faults.FEW
+@pytest.mark.parametrize("name", FAULTY)
+def test_a_rule_that_raises_ends_its_request_alone(llms: tuple[Any, Any], name: str, where: str) -> None:
+    for llm in llms[1:] if where == rule_faults.TREE else llms:
+        rule_faults.check_that_one_request_ends(
+            llm,
+            name,
+            lambda _: sampling(extra_args=FAULTY[name], ignore_eos=False, max_tokens=12),
+            sampling(max_tokens=12),
+            where,
+            prompts(3, seed=20),
+        )

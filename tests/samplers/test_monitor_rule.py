@@ -16,7 +16,7 @@ from helpers import ASKED
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_ext.samplers import monitor
+from vllm_ext.samplers import python_monitor
 from vllm_ext.samplers.base import Row
 from vllm_ext.samplers.monitor import MonitorOptions, MonitorParams, MonitorRule
 from vllm_ext.samplers.python_monitor import attributes
@@ -152,14 +152,24 @@ def test_rows_of_several_requests() -> None:
     assert len(found[2]) == len(set(PIECES.pieces))
 
 
-def test_a_monitor_that_fails_forbids_nothing_and_is_logged_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_monitor_that_fails_raises() -> None:
+    """The engine adapter ends the request."""
     rule = MonitorRule({"names": lambda code: [code[999]]}, PIECES)
+    for _ in range(2):
+        with pytest.raises(IndexError):
+            allowed(rule, row("x."))
+
+
+def test_jedis_own_faults_restrict_nothing_and_are_logged_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    import jedi  # type: ignore[import-untyped]
+
     logged: list[str] = []
-    monkeypatch.setattr(monitor.logger, "warning", lambda text, *given: logged.append(text % given))
-    assert allowed(rule, row("x.")) is None
-    assert allowed(rule, row("y.")) is None
+    monkeypatch.setattr(python_monitor.logger, "warning", lambda text, *given: logged.append(text % given))
+    monkeypatch.setattr(jedi.Script, "complete", lambda self: [][1])
+    assert not attributes("import math\nmath.")
+    assert not attributes("import re\nre.")
     (line,) = logged
-    assert "monitor 'names' failed" in line
+    assert "jedi failed" in line
     assert "IndexError" in line
 
 

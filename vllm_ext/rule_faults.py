@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a rule raises ends the request it was for, and nothing else.
+
+A rule runs code of others: a grammar's compiler, an analysis, functions of the user's. Where it raises, rows of other
+requests get what they would have got alone; the request's own row is left with its end token, and the scheduler
+(`ended_requests`) ends the request with an error before anybody sees that token.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from vllm_ext.samplers.base import Row, Rule
+from vllm_ext.samplers.messages import quoted
+from vllm_ext.samplers.steering import Pause, PausingRule
+
+logger = logging.getLogger("vllm.vllm_ext")
+
+FAULTS = "vllm_ext_faults"  # of a ModelRunnerOutput: by request id, a place in the output and what was raised there
+
+
+def apply(
+    name: str,
+    rule: Rule,
+    logits: torch.Tensor,
+    rows: Sequence[Row],
+    at: Callable[[Sequence[int]], None] = lambda places: None,
+) -> Mapping[int, Pause]:
+    """Apply a rule to rows, in place; where it raises, to each row alone, and note the rows that it raises for.
+
+    Args:
+        name: of the rule.
+        rule: it.
+        logits: ``[num_rows, vocab]``.
+        rows: as many.
+        at: told which of the rows the rule is about to be applied to, before each call behind the first.
+
+    Returns:
+        The rows whose token is put off.
+    """
+    before = logits.clone()
+    try:
+        rule.apply(logits, rows)
+        return rule.paused if isinstance(rule, PausingRule) else {}
+    except Exception as error:
+        if len(rows) == 1:
+            note(name, rows[0], error)
+            return {}
+    found: dict[int, Pause] = {}
+    for place, row in enumerate(rows):
+        at([place])
+        try:
+            rule.apply(before[place : place + 1], [row])
+        except Exception as error:
+            note(name, row, error)
+        else:
+            logits[place] = before[place]
+            if isinstance(rule, PausingRule):
+                found.update({place: rule.paused[0]} if rule.paused else {})
+    return found
+
+
+def note(name: str, row: Row, error: Exception) -> None:
+    """Keep what a rule has raised for a row, the first such thing of a request."""
+    if not row.faults:
+        reason = f"vllm-ext: rule {name!r} failed: {type(error).__name__}: {quoted(error)}"
+        logger.error("%s. The request ends.", reason, exc_info=error)
+        row.faults[len(row.output)] = reason
+
+
+def end(logits: torch.Tensor, rows: Mapping[int, Row]) -> None:
+    """Leave those rows their end token whose request has failed, in place.
+
+    Args:
+        logits: ``[num_rows, vocab]``.
+        rows: by index.
+    """
+    for index, row in rows.items():
+        if row.faults:
+            logits[index] = -torch.inf
+            logits[index, row.end or 0] = 0.0
+
+
+def attach(output: Any, faults: Mapping[str, tuple[int, str]]) -> None:
+    """Send a step's faults with its tokens.
+
+    Args:
+        output: vLLM's ModelRunnerOutput, or what it becomes one of.
+        faults: by request id; see `FAULTS`.
+    """
+    if faults and output is not None:
+        for own in ("model_runner_output", "_model_runner_output"):  # of V2's and V1's asynchronous outputs
+            output = getattr(output, own, output)
+        setattr(output, FAULTS, dict(faults))

@@ -15,10 +15,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Any, ClassVar, Literal, Protocol, get_args
 
 import torch
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
 
 from vllm_ext.kernels.learned_arrays import Learned
 
@@ -35,6 +35,16 @@ class RuleParams(BaseModel):
     """What a request says, a key of ``vllm_xargs`` each. Strict; the keys of all rules differ."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _switch(cls, value: Any, info: ValidationInfo) -> Any:
+        """Of switches 1 and 0 are true and false, which vLLM's HTTP types turn into these."""
+        assert info.field_name is not None
+        kind = cls.model_fields[info.field_name].annotation
+        if type(value) is int and value in (0, 1) and (kind is bool or bool in get_args(kind)):
+            return bool(value)
+        return value
 
 
 @dataclass(frozen=True, slots=True)

@@ -233,11 +233,15 @@ def _trees() -> Iterator[Check]:
 def _runtime() -> Iterator[Check]:
     from vllm.platforms import current_platform
 
+    from vllm_ext import compilers, linear_layers
+
+    device = current_platform.device_type
+    if compiler := compilers.problem(device):
+        without = "; on CPUs --enforce-eager needs none" if device == "cpu" else ""
+        yield Check("warn", "compiler", compiler, compilers.WAY_OUT + without)
     if not current_platform.is_cpu():
         return
     import torch
-
-    from vllm_ext import linear_layers
 
     reason = linear_layers.reason_against(torch.bfloat16)
     found = (

@@ -85,7 +85,7 @@ def _create_engine_config(original: Any, engine_args: Any, *args: Any, **kwargs:
 
     from vllm.logger import init_logger
 
-    from vllm_ext import compat, kv_cache, patches, rules, runners, structured_outputs
+    from vllm_ext import compat, compilers, kv_cache, patches, rules, runners, structured_outputs
 
     compat.check_version()
     logger = init_logger("vllm.vllm_ext")
@@ -191,6 +191,10 @@ def _create_engine_config(original: Any, engine_args: Any, *args: Any, **kwargs:
         vllm_config.scheduler_config.scheduler_cls = (
             ENDING_ASYNC_SCHEDULER_CLASS if ahead else ENDING_SCHEDULER_CLASS
         )
+    from vllm.platforms import current_platform
+
+    if missing := compilers.warning(vllm_config, current_platform.device_type):
+        logger.warning("vllm-ext: %s", missing)
     return vllm_config
 
 

@@ -272,6 +272,15 @@ HOOKS = (
         ("self", "grammar_output", "non_block"),
         "takes drafts with the tokens they follow",
     ),
+    *(
+        Hook(
+            "vllm.v1.executor.multiproc_executor",
+            f"MultiprocExecutor.{name}",
+            ("self",),
+            "ends its process at once",
+        )
+        for name in ("_init_executor", "shutdown")
+    ),
     Hook(
         "vllm.v1.executor.multiproc_executor",
         "MultiprocExecutor.take_draft_token_ids",

@@ -15,6 +15,7 @@ from vllm_ext import (
     compat,
     config,
     kv_cache,
+    leaving,
     linear_layers,
     patches,
     rule_faults,
@@ -43,6 +44,7 @@ class KVWorker(PlatformWorker):  # type: ignore[misc]  # vLLM is untyped to us
 
     def init_device(self) -> None:
         """Refuse a vLLM that has moved before any model is loaded."""
+        leaving.watch()
         compat.check_hooks()
         if kv_cache.from_config(self.vllm_config) is not None:
             from vllm_ext import v1_kv_cache
@@ -131,6 +133,7 @@ class RulesWorker(KVWorker):
                 memory.close()
         finally:
             super().shutdown()
+            leaving.may_leave()
 
 
 class Worker(RulesWorker):
@@ -138,6 +141,7 @@ class Worker(RulesWorker):
 
     def init_device(self) -> None:
         """Refuse a vLLM that has moved before any model is loaded, then install the runner."""
+        leaving.watch()
         compat.check_hooks()
         v1_attention.register()
         model_config = self.vllm_config.model_config

@@ -8,6 +8,7 @@ seen the prompts before.
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -16,7 +17,7 @@ from itertools import count
 from math import inf
 from typing import Any
 
-from vllm_ext.bench_engine import SETTLE_LIMIT_S, EncodedPrompt, Engine, chat_token_ids, settle
+from vllm_ext.bench_engine import SETTLE_LIMIT_S, EncodedPrompt, Engine, chat_token_ids, check_engines, settle
 from vllm_ext.bench_prompts import Prompt, evenly_spaced, load_prompts, rounds_of, turns_of
 from vllm_ext.bench_settings import PLAIN, Settings
 from vllm_ext.bench_stats import TIE_TOLERANCE, Divergence, first_difference, summarise
@@ -40,7 +41,7 @@ def run(settings: Settings, progress: Progress = lambda what, done, total: None)
     """Run the whole comparison.
 
     Raises:
-        ValueError: prompts that cannot be used; raised before any engine starts.
+        ValueError: prompts, methods or options that cannot be used; raised before any engine starts.
         EngineError: an engine did not start, or died. No engine is left running.
     """
     set_environment(settings.verbose)
@@ -48,6 +49,8 @@ def run(settings: Settings, progress: Progress = lambda what, done, total: None)
     prompts = encode_prompts(settings, report.notices)
     plan = rounds_of(len(prompts), settings.rounds, settings.workload)
     turns = {size: [turns_of(members, size) for members in plan] for size in settings.batch_sizes}
+    progress("checking all arguments", 0, 0)
+    check_engines(settings)
     begun = count()
     total = len(settings.methods) * sum(1 + sum(map(len, of_size)) for of_size in turns.values())
     for batch_size in settings.batch_sizes:
@@ -168,5 +171,6 @@ def set_environment(verbose: bool) -> None:
     if not verbose:
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
         os.environ.setdefault("PYTHONWARNINGS", "ignore")  # of the engines' processes
+        logging.getLogger("vllm").setLevel(logging.ERROR)  # of what it says before it reads the variable
     # This process has threads from the first engine on; a fork could inherit a held lock.
     os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")

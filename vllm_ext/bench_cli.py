@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import math
 import os
 import platform
 import sys
@@ -14,17 +15,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.box import SIMPLE
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
 
 from vllm_ext import __version__
-from vllm_ext.bench import Report, run
+from vllm_ext.bench import run
 from vllm_ext.bench_engine import EngineError
 from vllm_ext.bench_serving_cli import check_options, serving_settings, show
 from vllm_ext.bench_settings import Settings, parse_batch_sizes, parse_methods
+from vllm_ext.bench_show import progress, say_where
+from vllm_ext.bench_show import show as show_engines
 
 if TYPE_CHECKING:
     from vllm_ext.bench_serving import ServingSettings
@@ -181,6 +181,10 @@ def bench_command(
         )
         check_folder("--json", json_path)
         check_folder("--html", html_path)
+        if json_path is not None and html_path is not None and json_path.resolve() == html_path.resolve():
+            raise ValueError(f"--json={json_path} and --html={html_path} are one file; give two.")
+        if not math.isfinite(temperature):
+            raise ValueError(f"--temperature={temperature} is not allowed; allowed: a number, at least 0.")
         if html_path is not None:
             _html()  # now, and not after the run
         if over_http:
@@ -189,7 +193,8 @@ def bench_command(
             )
             _bench_servers(serving, console, errors, json_path, html_path)
             return
-        report = _run(settings, errors)
+        with progress(errors) as begin:
+            report = run(settings, begin)
     except ValueError as error:
         errors.print(f"[red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
         raise typer.Exit(2) from None
@@ -197,13 +202,13 @@ def bench_command(
         errors.print(f"[red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
         raise typer.Exit(1) from None
 
-    console.print(_table(report))
+    show_engines(console, report.runs)
     content = {
         "environment": environment(_asked(settings, report.dtype)),
         "notices": report.notices,
         "runs": report.runs,
     }
-    _write(content, json_path, html_path, errors)
+    _write(content, json_path, html_path, console, errors)
     for line in report.wrong:
         errors.print(f"[red]wrong:[/] {escape(line)}", highlight=False, soft_wrap=True)
     if report.wrong:
@@ -226,7 +231,7 @@ def _bench_servers(
     from vllm_ext.bench_serving import run_serving
 
     try:
-        with _progress(errors) as begin:
+        with progress(errors) as begin:
             report = run_serving(settings, begin)
     except RuntimeError as error:
         errors.print(f"[red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
@@ -240,13 +245,15 @@ def _bench_servers(
         "urls": [f"{label}={url}" for label, url in settings.urls],
     }
     content = {"environment": environment(asked), "notices": report.notices, "serving": report.rows}
-    _write(content, json_path, html_path, errors)
+    _write(content, json_path, html_path, console, errors)
     if any(row["errors"] for row in report.rows):
         raise typer.Exit(1)
 
 
-def _write(content: dict[str, Any], json_path: Path | None, html_path: Path | None, errors: Console) -> None:
-    """The files that were asked for, and the notices."""
+def _write(
+    content: dict[str, Any], json_path: Path | None, html_path: Path | None, console: Console, errors: Console
+) -> None:
+    """The files that were asked for, the notices, and what was written where."""
     if json_path is not None:
         json_path.write_text(json.dumps(content, indent=2) + "\n")
     if html_path is not None:
@@ -254,6 +261,7 @@ def _write(content: dict[str, Any], json_path: Path | None, html_path: Path | No
         html_path.write_text(_html()([(name, content)]), encoding="utf-8")
     for notice in content["notices"]:
         errors.print(f"[yellow]note:[/] {escape(notice)}", highlight=False, soft_wrap=True)
+    say_where(console, json_path, html_path)
 
 
 def report_command(
@@ -288,13 +296,22 @@ def _load(path: Path) -> Any:
 
 
 def check_folder(option: str, path: Path | None) -> None:
-    """Refuse a file in no folder.
+    """Refuse a file that could not be written in the end.
 
     Raises:
         ValueError: naming the option.
     """
-    if path is not None and not path.resolve().parent.is_dir():
+    if path is None:
+        return
+    folder = path.resolve().parent
+    if not folder.is_dir():
         raise ValueError(f"{option}={path}: its folder does not exist; create it first.")
+    if path.is_dir():
+        raise ValueError(f"{option}={path} is a folder; give a file in it.")
+    if not os.access(path if path.exists() else folder, os.W_OK):
+        raise ValueError(
+            f"{option}={path} cannot be written; give another place, or the right to write there."
+        )
 
 
 def _html() -> Callable[[Sequence[tuple[str, Any]]], str]:
@@ -319,73 +336,6 @@ def needs_report() -> Iterator[None]:
             f"--html needs {package}, which is not installed: pip install 'vllm-ext[report]'. Or write --json "
             "here, and make the page from it elsewhere with vllm-ext report, or vllm-ext kv page."
         ) from None
-
-
-def _run(settings: Settings, console: Console) -> Report:
-    with _progress(console) as begin:
-        return run(settings, begin)
-
-
-@contextmanager
-def _progress(console: Console) -> Iterator[Callable[[str, int, int], None]]:
-    # One redraw a second: the bar shares this process with the engines' clients.
-    with Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-        console=console,
-        refresh_per_second=1,
-        speed_estimate_period=3600,  # a unit of work takes half a minute or more
-        transient=True,
-    ) as bar:
-        task = bar.add_task("loading", total=None)
-        yield lambda what, done, total: bar.update(
-            task, description=escape(what), completed=done, total=total
-        )
-
-
-def _table(report: Report) -> Table:
-    table = Table(box=SIMPLE, padding=(0, 1, 0, 0))  # three methods fit into 80 columns
-    for header in (
-        "method",
-        "batch",
-        "tok/s",
-        "speed\nup",
-        "e2e\nspeed",
-        "tokens\n/step",
-        "drafts\n/step",
-        "draft\ntime",
-        "same/tie\n/wrong",
-    ):
-        if header == "method":
-            table.add_column(header, overflow="fold")
-        else:
-            table.add_column(header, justify="right", no_wrap=True)
-    previous = None
-    for entry in report.runs:
-        if previous not in (None, entry["batch_size"]):
-            table.add_section()
-        previous = entry["batch_size"]
-        wrong = entry["wrong_divergences"]
-        table.add_row(
-            escape(entry["label"]),
-            str(entry["batch_size"]),
-            _number(entry["decode_tokens_per_s"], ".1f"),
-            _number(entry["speedup_vs_plain"], ".2f", "x"),
-            _number(entry["e2e_speedup_vs_plain"], ".2f", "x"),
-            _number(entry["tokens_per_step"], ".2f"),
-            _number(entry["draft_tokens_per_step"], ".2f"),
-            _number(entry["draft_time_share"], ".1%"),
-            "-"
-            if wrong is None
-            else f"{entry['identical']}/{entry['tie_divergences']}/" + (f"[red]{wrong}[/]" if wrong else "0"),
-        )
-    return table
-
-
-def _number(value: float | None, form: str, unit: str = "") -> str:
-    return "-" if value is None else f"{value:{form}}{unit}"
 
 
 def environment(asked: dict[str, Any]) -> dict[str, Any]:

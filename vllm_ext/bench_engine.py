@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from pydantic import ValidationError
+
 from vllm_ext.bench_settings import Method, Settings
 from vllm_ext.bench_stats import Answer, Round
 
@@ -38,8 +40,6 @@ class Engine:
     """One vLLM engine with its processes, driven step by step from here."""
 
     def __init__(self, settings: Settings, method: Method, batch_size: int) -> None:
-        from vllm import EngineArgs
-        from vllm.platforms import current_platform
         from vllm.v1.engine.llm_engine import LLMEngine
 
         self.method = method
@@ -50,30 +50,9 @@ class Engine:
         self._drafts = _DraftCounter()
         self._num_requests = 0
         self._top_logprobs: dict[tuple[int, ...], dict[int, float]] = {}
-        on_cpu = current_platform.is_cpu()
-        compiled = not on_cpu if settings.compile is None else settings.compile
-        # All engines of a batch size share the device; vLLM's default is most of the memory.
-        memory: dict[str, Any] = {"kv_cache_memory_bytes": settings.kv_cache_memory_bytes}
-        if on_cpu:
-            memory["kv_cache_memory_bytes"] = settings.kv_cache_memory_bytes or CPU_KV_CACHE_BYTES
-        else:
-            memory["gpu_memory_utilization"] = 0.9 / len(settings.methods)
         try:
             self._engine = LLMEngine.from_engine_args(
-                EngineArgs(
-                    model=settings.model,
-                    dtype=settings.dtype,
-                    max_model_len=settings.max_model_len,
-                    max_num_seqs=batch_size,
-                    enforce_eager=not compiled,
-                    seed=0,
-                    use_tqdm_on_load=settings.verbose,
-                    # Carries the draft counts.
-                    disable_log_stats=False,
-                    speculative_config=method.speculative_config,
-                    worker_extension_cls="vllm_ext.bench_worker.DraftTimer",
-                    **memory,
-                ),
+                engine_args(settings, method, batch_size),
                 # vLLM's Prometheus counters are one set per process, shared by all our engines.
                 stat_loggers=[lambda vllm_config, engine_index: self._drafts],
             )
@@ -186,6 +165,65 @@ class Engine:
         seconds = self.call("vllm_ext_bench_draft_seconds")
         # Tensor-parallel workers draft at the same time.
         return None if None in seconds else max(seconds)
+
+
+def engine_args(settings: Settings, method: Method, batch_size: int) -> Any:
+    """vLLM's ``EngineArgs`` of an engine.
+
+    Raises:
+        ValueError: vLLM's own, of what cannot be.
+    """
+    from vllm import EngineArgs
+    from vllm.platforms import current_platform
+
+    on_cpu = current_platform.is_cpu()
+    compiled = not on_cpu if settings.compile is None else settings.compile
+    # All engines of a batch size share the device; vLLM's default is most of the memory.
+    memory: dict[str, Any] = {"kv_cache_memory_bytes": settings.kv_cache_memory_bytes}
+    if on_cpu:
+        memory["kv_cache_memory_bytes"] = settings.kv_cache_memory_bytes or CPU_KV_CACHE_BYTES
+    else:
+        memory["gpu_memory_utilization"] = 0.9 / len(settings.methods)
+    return EngineArgs(
+        model=settings.model,
+        dtype=settings.dtype,
+        max_model_len=settings.max_model_len,
+        max_num_seqs=batch_size,
+        enforce_eager=not compiled,
+        seed=0,
+        use_tqdm_on_load=settings.verbose,
+        # Carries the draft counts.
+        disable_log_stats=False,
+        speculative_config=method.speculative_config,
+        worker_extension_cls="vllm_ext.bench_worker.DraftTimer",
+        **memory,
+    )
+
+
+def check_engines(settings: Settings) -> None:
+    """Let vLLM and us check all engines' arguments. None is started.
+
+    Raises:
+        ValueError: naming the method.
+    """
+    for method in settings.methods:
+        for batch_size in settings.batch_sizes:
+            _check(settings, method, batch_size)
+
+
+def _check(settings: Settings, method: Method, batch_size: int) -> None:
+    try:
+        engine_args(settings, method, batch_size).create_engine_config()
+    except Exception as error:
+        raise ValueError(f"{method.label}: {_reason(error)}") from error
+
+
+def _reason(error: Exception) -> str:
+    """An error in a line, without what pydantic says around it."""
+    if isinstance(error, ValidationError):
+        found = [(".".join(map(str, each["loc"])), each["msg"]) for each in error.errors(include_url=False)]
+        return "; ".join(f"{field}: {message}" if field else message for field, message in found)
+    return str(error) or type(error).__name__
 
 
 class _DraftCounter:

@@ -125,7 +125,7 @@ def test_every_parameter_has_its_types(name: str, key: str, value: Any) -> None:
     given = {key: value} if needed is None else {needed: TEXTS.get(needed, 1.0), key: value}
     if name == "cad" and not (key == "cad" and not value):
         given = {**CONTEXT, **given}
-    params = over_http(given, **({"temperature": 0.0} if name in GREEDY else {}))
+    params = over_http(given, temperature=0.0 if name in GREEDY else 1.0)
     SETTINGS.validate(params)
     asking = SETTINGS.of_request(params)
     if key in SWITCHES and not value:

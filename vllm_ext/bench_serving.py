@@ -12,12 +12,12 @@ import json
 import urllib.request
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any
 
-from vllm_ext.bench import encode_prompts
-from vllm_ext.bench_engine import CPU_KV_CACHE_BYTES, EncodedPrompt
+from vllm_ext.bench import encode_prompts, set_environment
+from vllm_ext.bench_engine import CPU_KV_CACHE_BYTES, EncodedPrompt, check_engines
 from vllm_ext.bench_load import Load, Target, Turn, drive
 from vllm_ext.bench_prompts import turns_of
 from vllm_ext.bench_serving_stats import LIMITS, summarise
@@ -138,10 +138,14 @@ def run_serving(
     """Run the whole comparison.
 
     Raises:
-        ValueError: prompts that cannot be used; before any server starts.
+        ValueError: prompts or methods that cannot be used; before any server starts.
         RuntimeError: a server did not start, died, or answers nothing.
     """
+    set_environment(settings.base.verbose)
     report = ServingReport()
+    if not settings.urls:
+        most = max(load.concurrency or 0 for load in settings.loads) or 1
+        check_engines(replace(settings.base, batch_sizes=(most,)))
     prompts = encode_prompts(settings.base, report.notices)
     if settings.input_tokens is not None:
         prompts = of_length(prompts, settings.input_tokens)

@@ -15,6 +15,8 @@ from rich.table import Table
 from vllm_ext.bench_serving import ServingReport, ServingSettings, parse_limits, parse_loads, parse_urls
 from vllm_ext.bench_serving_stats import latency, number, same
 from vllm_ext.bench_settings import Settings, short_labels
+from vllm_ext.bench_show import WIDEST
+from vllm_ext.console import wrapped
 
 # Options of a bench over HTTP, and those that only a bench without it has, or only servers of our own.
 HTTP_OPTIONS = ("concurrency", "request_rate", "url")
@@ -102,10 +104,10 @@ def show(console: Console, report: ServingReport) -> None:
                 table.add_column(name, justify="right", no_wrap=True)
             for row in rows:
                 table.add_row(escape(short[row["label"]]), *(columns[name](row) for name in kept))
-            console.print(table)
+            console.print(table, width=WIDEST, crop=False)  # in a narrow terminal lines go on
     for label in labels:
         if short[label] != label:
-            console.print(f"{escape(short[label])}: {escape(label)}", highlight=False, soft_wrap=True)
+            wrapped(console, f"{short[label]}: ", label)
 
 
 Cells = dict[str, Callable[[dict[str, Any]], str]]

@@ -33,6 +33,7 @@ from vllm_ext.samplers.base import (
     text_of,
 )
 from vllm_ext.samplers.grammar import Behind
+from vllm_ext.samplers.messages import quoted
 
 NOISE = 0xA3F5  # in the seeds of draws: apart from those of other rules, and of vLLM's
 # Whether a text can still become an answer; with True, whether it is one.
@@ -102,7 +103,7 @@ class AwrsRule(Rule):
                 ", ".join(map(repr, options.checks))
                 or "none; start the server with checks, see `vllm-ext rules`"
             )
-            return f"awrs_check={params.awrs_check!r} is not allowed; allowed: {known}"
+            return f"awrs_check={quoted(params.awrs_check)} is not allowed; allowed: {known}"
         if asked.num_answers > 1:
             return f"n={asked.num_answers} does not go with awrs: each answer has a weight of its own; ask as often"
         return grammar.problem(asked, "awrs")

@@ -46,6 +46,17 @@ class RuleParams(BaseModel):
             return bool(value)
         return value
 
+    @field_validator("*", mode="before")
+    @classmethod
+    def _is_text(cls, value: Any) -> Any:
+        """JSON can hold half a surrogate pair, which no tokenizer takes."""
+        if isinstance(value, str):
+            try:
+                value.encode()
+            except UnicodeEncodeError:
+                raise ValueError("it holds half of a surrogate pair, which is no text; remove it") from None
+        return value
+
 
 @dataclass(frozen=True, slots=True)
 class Asked:

@@ -18,6 +18,7 @@ import torch
 from pydantic import Field
 
 from vllm_ext.samplers.base import Asked, Row, RuleOptions, RuleParams
+from vllm_ext.samplers.messages import quoted
 from vllm_ext.samplers.prompt_parts import without
 from vllm_ext.samplers.steering import SteeringRule, plausible_mask
 
@@ -62,8 +63,8 @@ class CadRule(SteeringRule):
         """See the base class."""
         if params.cad_context is None or not params.cad_context.strip():
             return (
-                f"cad_context={params.cad_context!r} does not go with cad: it must be a part of the prompt; give it, "
-                "or leave out what begins with cad"
+                f"cad_context={quoted(params.cad_context)} does not go with cad: it must be a part of the prompt; "
+                "give it, or leave out what begins with cad"
             )
         return None
 

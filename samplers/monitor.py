@@ -31,6 +31,7 @@ from vllm_ext.samplers.base import (
     load_function,
     text_of,
 )
+from vllm_ext.samplers.messages import quoted
 
 Monitor = Callable[[str], Sequence[str]]
 PYTHON = "vllm_ext.samplers.python_monitor:attributes"
@@ -101,7 +102,7 @@ class MonitorRule(Rule):
         """See the base class."""
         if params.monitor not in _all(options):
             known = ", ".join(map(repr, _all(options)))
-            return f"monitor={params.monitor!r} is not allowed; allowed: {known}"
+            return f"monitor={quoted(params.monitor)} is not allowed; allowed: {known}"
         if asked.structured:
             return "monitor does not go with structured_outputs (response_format): leave one of them out"
         return None

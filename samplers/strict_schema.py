@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from vllm_ext.samplers.messages import quoted
 from vllm_ext.samplers.strict_branches import Branches, kinds_named, kinds_of_values
 from vllm_ext.samplers.strict_leaves import (
     NUMBERS,
@@ -254,7 +255,7 @@ class _Reader:
                 raise Found(
                     "required",
                     node["required"],
-                    f"xgrammar does not demand {name!r}, which is not among `properties`",
+                    f"xgrammar does not demand {quoted(name)}, which is not among `properties`",
                     f'Add it to them, as "{name}": {{}} at least',
                 )
         opened = next((name for name in IMPLIED["object"][1:] if name in node), None)
@@ -277,7 +278,7 @@ class _Reader:
                     raise Found(
                         opened,
                         rest,
-                        f"xgrammar allows it for property {name!r} too, where the name is written with an escape",
+                        f"xgrammar allows it for property {quoted(name)} too, where the name is written with an escape",
                         "Say false",
                     )
         if node.get("minProperties", 0) > 1 and (patterns or rest is not False or "propertyNames" in node):

@@ -33,6 +33,7 @@ from vllm_ext.samplers.base import (
     contradiction,
     rows_by,
 )
+from vllm_ext.samplers.messages import quoted
 
 # States with more edges have their masks kept, the first levels' then, where most answers part: copying one of 49,152
 # tokens takes as long as setting some hundred bits.
@@ -99,8 +100,8 @@ class TrieRule(Rule):
         """See the base class."""
         if params.trie not in options.files:
             known = ", ".join(map(repr, options.files))
-            return f"trie={params.trie!r} is not allowed; allowed: {known}"
-        return contradiction(f"trie={params.trie!r}", "the set", asked)
+            return f"trie={quoted(params.trie)} is not allowed; allowed: {known}"
+        return contradiction(f"trie={quoted(params.trie)}", "the set", asked)
 
     def warm_up(self) -> None:
         """See the base class."""

@@ -118,7 +118,7 @@ def test_what_vllm_derives_from_a_backend_drafts_chains(backend: Any) -> None:
         (layer(spec=replace(SPEC, tokens_per_state=2)), "tokens_per_state=2"),
         (
             SimpleNamespace(impl=object(), get_attn_backend=lambda: FlexAttentionBackend),
-            "FLEX_ATTENTION has no tree attention (on CUDA, --attention-backend FLASH_ATTN and TRITON_ATTN have)",
+            "FLEX_ATTENTION has no tree attention (on CUDA, pass --attention-backend FLASH_ATTN or TRITON_ATTN",
         ),
     ],
 )

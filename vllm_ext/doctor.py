@@ -156,10 +156,11 @@ def _runners() -> Iterator[Check]:
     others = ", ".join(name for name in METHODS if name not in (*runners.ON_DEVICE, *runners.ON_HOST))
     if own.runner == "V2":
         yield Check(
-            "warn",
+            "ok",
             "runner V2",
             f"{device}: {own.reason}; drafts stay on the device, async scheduling stays on. {host}: {runners.WAITS}",
-            "never run on a GPU yet: please report what you see; VLLM_USE_V2_MODEL_RUNNER=0 takes V1 instead",
+            "VLLM_USE_V2_MODEL_RUNNER=0 takes V1 instead",
+            short=f"{device}, {host}",
         )
         yield Check(
             "fail" if forced else "ok",
@@ -214,12 +215,16 @@ def _trees() -> Iterator[Check]:
                 "" if layout in LAYOUTS else f"another --dtype may have one of {', '.join(LAYOUTS)}",
                 short=f"in {str(dtype).removeprefix('torch.')}",
             )
+    elif current_platform.is_cuda():
+        from vllm_ext import doctor_cuda, runners
+
+        yield from doctor_cuda.checks(doctor_cuda.facts(runners.vllms_own().runner))
     else:
         yield Check(
             "warn",
             "trees",
             f"with --attention-backend FLASH_ATTN or TRITON_ATTN; with another {chains}",
-            "never run on a GPU yet: please report what you see",
+            "never run on this platform yet: please report what you see",
         )
     yield Check(
         "ok",

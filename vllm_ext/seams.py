@@ -346,6 +346,12 @@ CUDA_HOOKS = (
     ),
     Hook(_FLASH, "FlashAttentionMetadata.max_num_splits", None, "bounds the parts of keys in graphs"),
     Hook(
+        "vllm.v1.attention.selector",
+        "AttentionSelectorConfig",
+        ("head_size", "dtype", "kv_cache_dtype", "block_size"),
+        "tells doctor which backend vLLM chooses",
+    ),
+    Hook(
         "vllm.v1.attention.backends.fa_utils",
         "get_flash_attn_version",
         None,

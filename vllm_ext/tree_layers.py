@@ -16,7 +16,7 @@ import vllm.envs as envs
 from vllm.v1.attention.backend import AttentionType
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-WAY_OUT = "--attention-backend FLASH_ATTN and TRITON_ATTN have"
+WAY_OUT = "pass --attention-backend FLASH_ATTN or TRITON_ATTN for trees"
 # Fields of vLLM's spec that may have any value; the others have their defaults, or nobody has looked at them.
 FREE = {
     *("block_size", "num_kv_heads", "head_size", "dtype"),

@@ -36,6 +36,8 @@ CONSTRAINTS: dict[str, dict[str, Any]] = {
     "json": {"json": json.dumps(SCHEMA)},
     "json_object": {"json_object": True},
     "regex": {"regex": r"(Monday|Tuesday|Wednesday)(, (Thursday|Friday|Saturday|Sunday)){3,6}\."},
+    # Found: alternatives begin with the same half of a character.
+    "script": {"regex": r"(белый|зелёный|красный)( (белый|зелёный|красный)){7}"},
     "choice": {"choice": ["a rather long answer", "another rather long answer", "no"]},
     "grammar": {"grammar": GRAMMAR},
 }

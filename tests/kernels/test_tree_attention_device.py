@@ -252,6 +252,16 @@ def test_what_bits_refuse() -> None:
             replace(case, trees=replace(case.trees, max_rows=161)).run("triton")
 
 
+@device_only
+def test_large_heads_are_refused() -> None:
+    """They would not fit the shared memory."""
+    case = make([(5, chain(3))], heads=(1, 1), head_size=512, layout="flash")
+    with pytest.raises(
+        ValueError, match=r"512\): backend='triton' takes a head_size of 256 at most; .*'torch'"
+    ):
+        case.run("triton")
+
+
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(
     ("heads", "dtype"),

@@ -63,7 +63,7 @@ class Page(HTMLParser):
             assert self._caption not in self.tables
             self.tables[self._caption] = {}
         if tag == "tr":
-            name = re.sub(r"^[A-Z](?=[a-z])", "", self._row[0])  # without its letter
+            name = self._row[0]
             assert name not in self.tables[self._caption]
             self.tables[self._caption][name] = self._row[1:]
 
@@ -371,12 +371,54 @@ def test_load_files() -> None:
     assert page.tables["Tokens per second, all requests together"]["1"][1] == "31.0 30.0-32.0"
 
 
+def test_the_page_begins_with_what_came_out() -> None:
+    slow, fast = run("slow", 1, 0.9), run("hybrid(num_speculative_tokens=16)", 1, 1.75)
+    page = Page(html([("a.json", document(run("plain", 1, 1.0), slow, fast))]))
+    said = "hybrid is the fastest: 1.75x plain vLLM's speed at batch size 1, with 2.25 tokens a step."
+    assert page.text.index(said) < page.text.index("No wrong answer")
+    # The fastest first, in each table and plot, by its name.
+    summary = next(table for caption, table in page.tables.items() if caption.startswith("Batch size 1"))
+    assert [name for name in summary if name in ("plain", "slow") or "hybrid" in name] == [
+        "plain", "hybridhybrid(num_speculative_tokens=16)", "slow"
+    ]  # fmt: skip
+    for svg in page.svgs[:2]:
+        assert [text for text in svg if text in ("slow", "hybrid")] == ["hybrid", "slow"] * 4
+    alone = Page(html([("a.json", document(run("plain", 1, 1.0), slow))]))
+    assert "No method is faster than plain vLLM; slow comes nearest: 0.90x" in alone.text
+
+
+def test_the_page_says_what_cannot_be() -> None:
+    odd = run("hybrid", 1, 2.78) | {"tokens_per_step": 1.23, "tokens_per_step_rounds": [1.23] * 3}
+    page = Page(html([("a.json", document(run("plain", 1, 1.0), odd))]))
+    assert "hybrid: 2.78x at 1.23 tokens a step is more than drafts can do" in page.text
+    assert "plain: its rounds differ by 38%" in page.text
+    summary = next(table for caption, table in page.tables.items() if caption.startswith("Batch size 1"))
+    assert summary["hybrid"][0].startswith("2.78x ?")
+    steady = run("plain", 1, 1.0) | {"decode_tokens_per_s_rounds": [30.0, 31.0, 32.0]}
+    fine = Page(html([("a.json", document(steady, run("hybrid", 1, 1.75)))]))
+    assert "Not to be believed" not in fine.text
+
+
+def test_a_bar_far_longer_than_the_others_is_clipped_and_says_its_figure() -> None:
+    entry = run("hybrid", 1, 1.5)
+    entry["category"] = {f"c{number}": {"prompts": 1, "speedup_vs_plain": 1.5} for number in range(12)}
+    entry["category"]["c11"]["speedup_vs_plain"] = 40.0
+    text = html([("a.json", document(run("plain", 1, 1.0), entry))])
+    for svg in re.findall(r"<svg[^>]*aria-label=\"Bars.*?</svg>", text, re.DOTALL):
+        ends = re.findall(r'<path d="M ([\d.]+) [\d. L]+? L ([\d.]+) [^"]*"[^>]*fill: var\(--m0\)', svg)
+        widths = sorted(float(right) - float(left) for left, right in ends)
+        assert widths[0] == pytest.approx(widths[-2], abs=0.01)
+        assert widths[0] < widths[-1] < 1.7 * widths[0]
+        assert ">40.00x<" in svg
+
+
 # Those of the load bench are no comparison of methods; tests above read such files.
 @pytest.mark.parametrize("file", sorted(BENCHMARKS.glob("*batch*.json")), ids=lambda file: file.stem)
 def test_the_repository_s_own_figures(file: Path) -> None:
     saved = json.loads(file.read_text())
     page = Page(html([(file.name, saved)]))
-    for number, entry in enumerate(entry for entry in saved["runs"] if entry["method"] != "plain"):
+    drafting = [entry for entry in saved["runs"] if entry["method"] != "plain"]
+    for number, entry in enumerate(sorted(drafting, key=lambda entry: -entry["speedup_vs_plain"])):
         assert entry["label"] in page.text
         for name, figures in entry["category"].items():
             [cells] = [

@@ -15,6 +15,7 @@ from vllm_ext.bench_svg import ANY, DESKTOP, PAINT, PHONE, canvas, draw_layouts
 from vllm_ext.bench_tables import is_lost
 
 BAR, HEADER, GAP = 15, 20, 9  # pixels: a bar's row, a category's name, the space below a category
+OUTLIER = 1.5  # times what nine of ten bars reach
 LONGEST_NAME = 34  # characters of a category's name that fit above its bars
 
 
@@ -22,7 +23,7 @@ LONGEST_NAME = 34  # characters of a category's name that fit above its bars
 class Mark:
     """A method's figure with its rounds' figures."""
 
-    letter: str
+    letter: str  # its short name
     colour: str  # a key of PAINT
     value: float | None
     rounds: Sequence[float]
@@ -49,14 +50,14 @@ def category_bars(groups: Sequence[tuple[str, Sequence[Mark]]], salt: str) -> li
         salt: different for each plot of a page; part of the SVG's ids.
     """
     bars = [bar for _, group in groups for bar in group]
-    reached = [bar.value for bar in bars if bar.value is not None] + [x for bar in bars for x in bar.rounds]
-    limit = max([1.25, *reached]) * 1.03
+    limit = _limit([bar.value for bar in bars if bar.value is not None])
+    left = name_width([bar.letter for bar in bars])
 
     def draw(width: int, columns: int) -> Figure:
         columns = min(columns, len(groups))
         per_column = ceil(len(groups) / columns)
         inside = per_column * (HEADER + BAR * len(groups[0][1]) + GAP)
-        figure, place = canvas(width, inside + 68, columns, left=24, right=50, top=24, bottom=44)
+        figure, place = canvas(width, inside + 68, columns, left=left, right=50, top=24, bottom=44)
         for column in range(columns):
             axes = place(column, 0, inside)
             part = groups[column * per_column : (column + 1) * per_column]
@@ -75,6 +76,19 @@ def category_bars(groups: Sequence[tuple[str, Sequence[Mark]]], salt: str) -> li
     )
 
 
+def _limit(values: Sequence[float]) -> float:
+    """Where bars end that are far longer than nearly all others: those would be too short to be told apart."""
+    if not values:
+        return 1.25
+    usual = sorted(values)[int(0.9 * (len(values) - 1))]
+    return max(1.25, min(max(values), OUTLIER * usual)) * 1.08
+
+
+def name_width(names: Sequence[str]) -> float:
+    """Pixels that the longest of some names takes in small type, and a gap."""
+    return 8 + 6.6 * max(map(len, names), default=0)
+
+
 def _draw_groups(axes: Axes, groups: Sequence[tuple[str, Sequence[Mark]]]) -> None:
     ticks, letters, y = [], [], 0.0
     for name, bars in groups:
@@ -88,12 +102,16 @@ def _draw_groups(axes: Axes, groups: Sequence[tuple[str, Sequence[Mark]]]) -> No
             middle = y + BAR / 2
             ticks.append(middle)
             letters.append(bar.letter)
+            limit = axes.get_xlim()[1]
             if bar.value is not None:
-                axes.barh(middle, bar.value, height=BAR - 4, color=PAINT[bar.colour])
+                axes.barh(middle, min(bar.value, limit), height=BAR - 4, color=PAINT[bar.colour])
+            if max([bar.value or 0.0, *bar.rounds]) > limit:
+                axes.plot(limit, middle, ">", color=PAINT["text"], markersize=6, clip_on=False, zorder=5)
             if bar.span:
+                span = [min(end, limit) for end in bar.span]
                 for paint, width in (("page", 3.2), ("text", 1.4)):  # seen on the bar and beside it
                     axes.plot(
-                        bar.span,
+                        span,
                         [middle, middle],
                         marker="|",
                         markersize=7,
@@ -164,36 +182,53 @@ def tokens_and_nodes(panels: Sequence[tuple[str, Sequence[Point]]], salt: str) -
 
 
 def _letters(axes: Axes, points: Sequence[Point], right: float, up: float, height: int) -> None:
-    """Each point's letter beside it, where neither a point nor another letter is."""
+    """Each point's name beside it, where neither a point nor another name is."""
     width = axes.get_position().width * axes.get_figure().get_figwidth() * 72  # type: ignore[union-attr]
-    placed: list[tuple[float, float]] = [(0.0, 0.0)]  # pixels right of and above plain's point
     known = [(p, p.nodes.value, p.tokens.value) for p in points]
     where = [
         (point, x / right * width, (y - 1) / up * height)
         for point, x, y in known
         if x is not None and y is not None
     ]
-    placed += [(x, y) for _, x, y in where]
+    # Boxes in pixels right of and above plain's point: left, bottom, right, top.
+    taken = [(x - 6, y - 6, x + 6, y + 6) for x, y in [(0.0, 0.0), *((x, y) for _, x, y in where)]]
     for point, x, y in where:
-        spots = [(x + dx * r, y + dy * r) for r in (12, 20, 30) for dx, dy in DIRECTIONS]
-        inside = [spot for spot in spots if 6 < spot[0] < width - 6 and 0 < spot[1] < height - 6]
-        clear = (s for s in inside if all(abs(s[0] - a) > 11 or abs(s[1] - b) > 12 for a, b in placed))
-        spot = next(clear, spots[0])
-        placed.append(spot)
+        long = 6.8 * len(point.nodes.letter)
+        spots = [(x + dx * (r + long / 2), y + dy * r) for r in (12, 22, 34, 48) for dx, dy in DIRECTIONS]
+        boxes = [(a - long / 2, b - 7, a + long / 2, b + 7) for a, b in spots]
+        fits = (
+            spot
+            for spot, box in zip(spots, boxes, strict=True)
+            if box[0] > 2
+            and box[1] > 0
+            and box[2] < width
+            and box[3] < height
+            and not any(_meet(box, other) for other in taken)
+        )
+        inside = min(max(x, long / 2), width - long / 2), y - 14
+        a, b = next(fits, inside)
+        taken.append((a - long / 2, b - 7, a + long / 2, b + 7))
         axes.annotate(
             point.nodes.letter,
             (point.nodes.value or 0, point.tokens.value or 0),
-            xytext=(spot[0] - x, spot[1] - y),
+            xytext=(a - x, b - y),
             textcoords="offset points",
             ha="center",
             va="center",
-            fontsize=13,
+            fontsize=11,
             fontweight="bold",
             color=PAINT[point.nodes.colour],
         )
 
 
-DIRECTIONS = ((1, 0), (0, 1), (0, -1), (-1, 0), (0.7, 0.7), (0.7, -0.7), (-0.7, 0.7), (-0.7, -0.7))
+Box = tuple[float, float, float, float]
+
+
+def _meet(one: Box, other: Box) -> bool:
+    return one[0] < other[2] and other[0] < one[2] and one[1] < other[3] and other[1] < one[3]
+
+
+DIRECTIONS = ((1, 0), (-1, 0), (0, 1), (0, -1), (0.7, 0.7), (0.7, -0.7), (-0.7, 0.7), (-0.7, -0.7))
 
 
 def over_batch_sizes(
@@ -202,14 +237,16 @@ def over_batch_sizes(
     """Lines over the batch size; upright lines are the rounds' spans.
 
     Args:
-        panels: title, label of the y axis with its unit, and lines: letter, colour, and a mark for each batch size.
+        panels: title, label of the y axis with its unit, and lines: short name, colour, and a mark for each batch size.
         salt: as above.
     """
+
+    right = name_width([name for _, _, lines in panels for name, _, _ in lines])
 
     def draw(width: int, columns: int) -> Figure:
         columns = min(columns, len(panels))
         rows, height = ceil(len(panels) / columns), 260
-        figure, place = canvas(width, rows * (height + 78), columns, left=46, right=44, top=28, bottom=50)
+        figure, place = canvas(width, rows * (height + 78), columns, left=46, right=right, top=28, bottom=50)
         for number, (title, unit, lines) in enumerate(panels):
             axes = place(number % columns, number // columns * (height + 78), height)
             _draw_lines(axes, lines, height)
@@ -258,7 +295,7 @@ def _draw_lines(
 
 
 def _end_letters(axes: Axes, ends: Sequence[tuple[float, str, str]], top: float, height: int) -> None:
-    """The letters at the right, each at its line's end or as near above it as the others let it."""
+    """The names at the right, each at its line's end or as near above it as the others let it."""
     at = [value / top * height for value, _, _ in ends]
     for i in range(1, len(at)):
         at[i] = max(at[i], at[i - 1] + 13)
@@ -273,6 +310,7 @@ def _end_letters(axes: Axes, ends: Sequence[tuple[float, str, str]], top: float,
             xytext=(5, 0),
             textcoords="offset points",
             va="center",
+            fontsize=11,
             fontweight="normal" if colour == "plain" else "bold",
             color=PAINT["text" if colour == "plain" else colour],
         )

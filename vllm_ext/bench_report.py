@@ -17,6 +17,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from vllm_ext import bench_plots
+from vllm_ext.bench_doubts import doubts
 from vllm_ext.bench_plots import Mark, Point
 from vllm_ext.bench_saved import CategoryFigures, Comparison, Run, comparisons
 from vllm_ext.bench_settings import PLAIN
@@ -60,6 +61,8 @@ class Section:
     plots: list[Plot]
     remarks: list[str]
     environments: list[tuple[str, str, list[tuple[str, str]]]]  # file, command, what it ran on
+    headline: str = ""
+    doubts: Sequence[str] = ()
 
 
 def sections(documents: Sequence[tuple[str, Any]]) -> list[Section]:
@@ -72,6 +75,8 @@ def sections(documents: Sequence[tuple[str, Any]]) -> list[Section]:
         ValueError: one that is not of the bench; the message names it.
     """
     found = comparisons(documents)
+    for comparison in found:
+        _sort(comparison)
     keys = method_keys([run.label for comparison in found for run in comparison.runs])
     return [_section(comparison, keys, number) for number, comparison in enumerate(found)]
 
@@ -109,7 +114,31 @@ def _section(comparison: Comparison, keys: dict[str, Key], number: int) -> Secti
         plots=plots,
         remarks=_remarks(comparison),
         environments=environments_of(comparison.files),
+        headline=_headline(comparison, keys),
+        doubts=doubts(comparison.runs),
     )
+
+
+def _sort(comparison: Comparison) -> None:
+    """The fastest method first, by its speed-up at the smallest batch size that it ran at; plain before all."""
+    first: dict[str, float] = {}
+    for run in sorted(comparison.runs, key=lambda run: run.batch_size):
+        first.setdefault(run.label, run.speedup_vs_plain or 0.0)
+    comparison.runs.sort(key=lambda run: (run.label != PLAIN, -first[run.label]))
+
+
+def _headline(comparison: Comparison, keys: dict[str, Key]) -> str:
+    """What came out, in one sentence."""
+    runs = [run for run in comparison.runs if run.label != PLAIN and run.speedup_vs_plain is not None]
+    if not runs:
+        return ""
+    best = max(runs, key=lambda run: run.speedup_vs_plain or 0.0)
+    speedup = f"{best.speedup_vs_plain:.2f}x"
+    where = f"at batch size {best.batch_size}"
+    tokens = f", with {best.tokens_per_step:.2f} tokens a step" if best.tokens_per_step is not None else ""
+    if (best.speedup_vs_plain or 0.0) > 1.0:
+        return f"{keys[best.label].letter} is the fastest: {speedup} plain vLLM's speed {where}{tokens}."
+    return f"No method is faster than plain vLLM; {keys[best.label].letter} comes nearest: {speedup} {where}{tokens}."
 
 
 def conditions_of(environment: dict[str, Any], load: str, prompts: int | None) -> str:
@@ -228,7 +257,8 @@ def _category_plots(comparison: Comparison, keys: dict[str, Key], salt: str) -> 
                 f"Speed-up by category{where}",
                 f"Bars: decode speed as a multiple of plain's in the same run; plain is the dashed line at 1.00x, and "
                 f"what is slower is red. \u201c{ALL}\u201d is the median of the rounds\u2019 ratios, a category the "
-                f"ratio over all its prompts. {_spread(comparison, [e for _, entries in categories for e in entries])}",
+                "ratio over all its prompts; an arrow says that more is cut off. "
+                f"{_spread(comparison, [e for _, entries in categories for e in entries])}",
                 [Markup(svg) for svg in bench_plots.category_bars(groups, f"{salt}b{size}")],
                 tables,
             )

@@ -72,13 +72,17 @@ def short_labels(labels: Sequence[str]) -> dict[str, str]:
     """For narrow tables: a method's name, with a number where several have it; the whole label where that is short."""
     short: dict[str, str] = {}
     for label in labels:
-        name = label.partition("(")[0]
-        alike = [other for other in labels if other.partition("(")[0] == name]
+        name = _name(label)
+        alike = [other for other in labels if _name(other) == name]
         if len(label) <= SHORT or label == name:
             short[label] = label
         else:
             short[label] = name if len(alike) == 1 else f"{name} {alike.index(label) + 1}"
     return short
+
+
+def _name(label: str) -> str:
+    return re.split(r"[(,]", label)[0]  # methods of the KV cache have their options behind a comma
 
 
 def _from_text(item: str) -> Method:

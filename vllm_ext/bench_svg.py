@@ -66,7 +66,7 @@ def draw_layouts(
 
 
 def canvas(
-    width: int, height: int, columns: int, *, left: int, right: int, top: int, bottom: int
+    width: int, height: int, columns: int, *, left: float, right: float, top: int, bottom: int
 ) -> tuple[Figure, Callable[[int, int, int], Axes]]:
     """A figure, and a function that makes the axes of a column: column, pixels from the top, height.
 

@@ -6,17 +6,18 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from vllm_ext.bench_doubts import is_doubtful
 from vllm_ext.bench_saved import CategoryFigures, Comparison, Run
-from vllm_ext.bench_settings import PLAIN
+from vllm_ext.bench_settings import PLAIN, short_labels
 
-NUM_COLOURS = 10  # of methods, before they repeat; the letters do not
+NUM_COLOURS = 10  # of methods, before they repeat; the names do not
 
 
 @dataclass(frozen=True)
 class Key:
     """What stands for a method in plots and narrow columns."""
 
-    letter: str
+    letter: str  # its short name
     colour: str
     label: str
 
@@ -47,12 +48,10 @@ def is_lost(speedup: float | None) -> bool:
 
 
 def method_keys(labels: Sequence[str]) -> dict[str, Key]:
-    """A letter and a colour for each method, in the order of their first run; plain has its name."""
+    """A short name and a colour for each method, in this order; plain has no colour."""
     keys = {PLAIN: Key(PLAIN, "plain", PLAIN)}
-    for label in labels:
-        number = len(keys) - 1
-        letter = chr(ord("A") + number % 26) * (1 + number // 26)
-        keys.setdefault(label, Key(letter, f"m{number % NUM_COLOURS}", label))
+    for label, name in short_labels(list(dict.fromkeys(labels))).items():
+        keys.setdefault(label, Key(name, f"m{(len(keys) - 1) % NUM_COLOURS}", label))
     return keys
 
 
@@ -86,9 +85,10 @@ def summary(comparison: Comparison, keys: dict[str, Key], size: int) -> Table:
 
 
 def speedup_cell(figures: Run | CategoryFigures) -> Cell:
-    """Red below plain."""
+    """Red below plain; with a question mark where it is more than drafts can do."""
     value = figures.speedup_vs_plain
-    return figure_cell(value, figures.speedup_vs_plain_rounds, ".2f", "x", is_lost(value))
+    unit = "x ?" if isinstance(figures, Run) and is_doubtful(figures) else "x"
+    return figure_cell(value, figures.speedup_vs_plain_rounds, ".2f", unit, is_lost(value))
 
 
 def figure_cell(

@@ -12,13 +12,14 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, MaxNLocator
 
+from vllm_ext.bench_plots import name_width
 from vllm_ext.bench_report import Plot, listed, render
 from vllm_ext.bench_settings import PLAIN
 from vllm_ext.bench_svg import ANY, PAINT, canvas, draw_layouts
 from vllm_ext.bench_tables import Cell, Key, Table, method_keys
 
 Point = tuple[float, float]
-LETTER = 12  # points that a letter is high
+LETTER = 12  # points that a name is high
 
 
 def html(name: str, document: Any) -> str:
@@ -196,7 +197,9 @@ def _fills(methods: Sequence[Any]) -> list[str]:
 
 def _points(points: Sequence[tuple[Key, Point]]) -> list[str]:
     def draw(width: int, columns: int) -> Figure:
-        figure, place = canvas(width, 330, 1, left=50, right=20, top=14, bottom=50)
+        figure, place = canvas(
+            width, 330, 1, left=50, right=name_width([key.letter for key, _ in points]), top=14, bottom=50
+        )
         axes = place(0, 0, 266)
         axes.plot(1, 0, "s", color=PAINT["plain"], markersize=7, clip_on=False)
         for key, point in points:
@@ -205,7 +208,7 @@ def _points(points: Sequence[tuple[Key, Point]]) -> list[str]:
         axes.set_ylim(bottom=min([-0.2, *(1.2 * y for _, (_, y) in points)]))
         axes.set_xlim(0.8, max([2.0, *(x for _, (x, _) in points)]) * 1.1)
         labelled: list[Point] = []
-        for key, point in points:  # letters of points in one place stand above each other
+        for key, point in points:  # names of points in one place stand above each other
             x, y = axes.transData.transform(point)
             near = sum(abs(x - other) < 2 * LETTER and abs(y - up) < LETTER for other, up in labelled)
             labelled.append((x, y))
@@ -214,10 +217,11 @@ def _points(points: Sequence[tuple[Key, Point]]) -> list[str]:
                 point,
                 xytext=(7, 5 + LETTER * near),
                 textcoords="offset points",
+                fontsize=11,
                 fontweight="bold",
                 color=PAINT[key.colour],
             )
-        axes.set_xlabel("tokens in the same memory, multiples of vLLM's")
+        axes.set_xlabel("room, multiples of vLLM's")
         axes.set_ylabel("perplexity, % more")
         axes.yaxis.set_major_formatter("{x:g}")
         _tidy(axes)
@@ -234,7 +238,8 @@ def _lines(
     ticks: Sequence[float] | None = None,
 ) -> list[str]:
     def draw(width: int, columns: int) -> Figure:
-        figure, place = canvas(width, 330, 1, left=56, right=40, top=14, bottom=50)
+        right = name_width([key.letter for key, _ in lines])
+        figure, place = canvas(width, 330, 1, left=56, right=right, top=14, bottom=50)
         axes = place(0, 0, 266)
         top = max(y for _, points in lines for _, y in points) or 1.0
         for key, points in lines:
@@ -248,7 +253,7 @@ def _lines(
                 linewidth=1.6,
             )
         ends = sorted(((points[-1][1], key) for key, points in lines), key=lambda end: end[0])
-        # Letters one above the other where lines end together, none above the plot.
+        # Names one above the other where lines end together, none above the plot.
         heights: list[float] = []
         for value, _ in ends:
             heights.append(max(value / (1.05 * top) * 266, heights[-1] + 13 if heights else 0.0))
@@ -263,6 +268,7 @@ def _lines(
                 xycoords="axes fraction",
                 xytext=(5, -4),
                 textcoords="offset points",
+                fontsize=11,
                 fontweight="bold",
                 color=PAINT["text" if key.colour == "plain" else key.colour],
             )

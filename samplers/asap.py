@@ -23,6 +23,7 @@ from vllm_ext.kernels.learned_arrays import Learned, check_array
 from vllm_ext.kernels.sparse import Float64, Int32
 
 ENTRY_BYTES = 20
+PREFIX_BYTES = 800  # besides its entries: an object, three arrays, a dict
 EXACT = 1e-9  # what sums of probabilities may be beside 1
 MOST = (
     256  # tokens of a prefix that are learnt about: in a JSON string nearly the whole vocabulary is allowed
@@ -49,20 +50,25 @@ class ExpectedFuture:
     """What is known of one prompt under one grammar, over all its samples.
 
     Args:
-        max_entries: most (prefix, token) pairs that are kept, `ENTRY_BYTES` each; prefixes that were not used for
-            longest go first, those above the others never before them.
+        max_bytes: most of what is kept, `PREFIX_BYTES` for a prefix and `ENTRY_BYTES` for each of its tokens; prefixes
+            that were not used for longest go first, those above the others never before them.
     """
 
     ARRAYS = ("parent", "place", "count", "rest", "ids", "p", "future")
 
-    def __init__(self, max_entries: int) -> None:
-        self._max_entries = max_entries
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
         self._num_entries = 0
         self._root: _Prefix | None = None
         self._used: dict[_Prefix, None] = {}  # the least recently used first
 
     def __len__(self) -> int:
         return self._num_entries
+
+    @property
+    def num_bytes(self) -> int:
+        """What is kept, nearly."""
+        return PREFIX_BYTES * len(self._used) + ENTRY_BYTES * self._num_entries
 
     @property
     def bound(self) -> float:
@@ -107,7 +113,7 @@ class ExpectedFuture:
         }
 
     @classmethod
-    def restored(cls, max_entries: int, arrays: Mapping[str, Learned], vocab_size: int) -> ExpectedFuture:
+    def restored(cls, max_bytes: int, arrays: Mapping[str, Learned], vocab_size: int) -> ExpectedFuture:
         """One that knows what `learned` has given.
 
         Raises:
@@ -122,7 +128,7 @@ class ExpectedFuture:
         check_array("ids", arrays["ids"], (total,), np.int32, 0, vocab_size - 1)
         check_array("p", arrays["p"], (total,), np.float64, 0.0, 1.0 + EXACT)
         check_array("future", arrays["future"], (total,), np.float64, 0.0, 1.0 + EXACT)
-        result = cls(max_entries)
+        result = cls(max_bytes)
         nodes: list[_Prefix] = []
         ends = np.cumsum(count).tolist()
         for number, (above, place, end) in enumerate(
@@ -201,7 +207,7 @@ class ExpectedFuture:
             above = above.parent
 
     def _forget(self) -> None:
-        while self._num_entries > self._max_entries:
+        while self.num_bytes > self._max_bytes:
             node = next(iter(self._used))
             del self._used[node]
             assert not node.below

@@ -8,11 +8,8 @@ what was seen before.
 
 from __future__ import annotations
 
-import json
-import math
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -22,7 +19,7 @@ from vllm_ext.kernels.learned_arrays import Learned, check_array, check_names
 from vllm_ext.kernels.token_mask import keep_tokens
 from vllm_ext.kernels.user_paths import UserPath
 from vllm_ext.samplers import grammar
-from vllm_ext.samplers.asap import ENTRY_BYTES, ExpectedFuture
+from vllm_ext.samplers.asap import ExpectedFuture
 from vllm_ext.samplers.base import (
     Asked,
     Constraint,
@@ -33,6 +30,9 @@ from vllm_ext.samplers.base import (
     RuleParams,
     Vocabulary,
 )
+from vllm_ext.samplers.kept import digest
+
+KEY_BYTES = len(digest())
 
 
 class AsapOptions(RuleOptions):
@@ -42,7 +42,8 @@ class AsapOptions(RuleOptions):
         default=256,
         ge=1,
         le=1 << 20,
-        description="most memory for what is learnt; of what was not asked for longest it is forgotten",
+        description="most memory for what is learnt, compiled grammars among it; what was not asked for longest is "
+        "forgotten",
     )
     state_dir: UserPath | None = Field(
         default=None,
@@ -67,8 +68,7 @@ class AsapParams(RuleParams):
     _only_one = model_validator(mode="after")(grammar.only_one)
 
 
-# Whose answers share what is learnt: prompt, kind of grammar, grammar, temperature, end token.
-Key = tuple[tuple[int, ...], str, str, float, int]
+FUTURE_BYTES = 1_000  # of what is known of a prompt, besides its prefixes
 
 
 class AsapRule(LearningRule):
@@ -82,9 +82,12 @@ class AsapRule(LearningRule):
 
     def __init__(self, options: AsapOptions, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
-        self._max_entries = options.memory_mb * (1 << 20) // ENTRY_BYTES
-        self._grammars = grammar.Grammars(vocabulary)
-        self._futures: OrderedDict[Key, ExpectedFuture] = OrderedDict()  # the least recently used first
+        most = options.memory_mb << 20
+        self._grammars = grammar.Grammars(vocabulary, most // 4)
+        self._max_bytes = most - most // 4
+        # By digests of whose answers share what is learnt: prompt, kind of grammar, grammar, temperature, end token.
+        self._futures: OrderedDict[bytes, ExpectedFuture] = OrderedDict()  # the least recently used first
+        self._num_bytes = 0  # of them
 
     @classmethod
     def from_options(cls, options: AsapOptions, vocabulary: Vocabulary) -> AsapRule:
@@ -123,8 +126,11 @@ class AsapRule(LearningRule):
         behind = self._grammars.behind(*given, row.end, row.output)
         ids = np.empty(0, dtype=np.int32) if behind is None else behind.allowed()
         p = (logits[place].double() / temperature).softmax(0).cpu().numpy()[ids]
-        future = self._future((tuple(row.prompt), *given, temperature, row.end))
+        prompt = np.array(row.prompt, dtype=np.int64).tobytes()
+        future = self._future(digest(prompt, *given, temperature, row.end))
+        before = future.num_bytes
         chances = future.chances(row.output, ids, p)
+        self._num_bytes += future.num_bytes - before
         self._forget()
         if not chances.any():  # a dead end's answer ends
             logits[place] = -torch.inf
@@ -136,15 +142,21 @@ class AsapRule(LearningRule):
             weights = torch.from_numpy(temperature * np.log(chances)).to(logits)
         logits[place, torch.from_numpy(ids).long().to(logits.device)] += weights
 
-    def _future(self, key: Key) -> ExpectedFuture:
+    def _future(self, key: bytes) -> ExpectedFuture:
         if key not in self._futures:
-            self._futures[key] = ExpectedFuture(self._max_entries)
+            self._futures[key] = ExpectedFuture(self._max_bytes - FUTURE_BYTES)
+            self._num_bytes += FUTURE_BYTES
         self._futures.move_to_end(key)
         return self._futures[key]
 
     def _forget(self) -> None:
-        while len(self._futures) > 1 and sum(map(len, self._futures.values())) > self._max_entries:
-            self._futures.popitem(last=False)
+        while len(self._futures) > 1 and self._num_bytes > self._max_bytes:
+            self._num_bytes -= FUTURE_BYTES + self._futures.popitem(last=False)[1].num_bytes
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all that is kept, compiled grammars among it."""
+        return self._num_bytes + self._grammars.num_bytes
 
     def constraint(self, row: Row) -> Constraint | None:
         """See the base class."""
@@ -155,7 +167,7 @@ class AsapRule(LearningRule):
 
     def learned(self) -> dict[str, Learned]:
         """See the base class."""
-        keys = np.frombuffer(json.dumps(list(self._futures)).encode(), dtype=np.uint8).copy()
+        keys = np.frombuffer(b"".join(self._futures), dtype=np.uint8).reshape(-1, KEY_BYTES).copy()
         arrays = {"keys": keys}
         for number, future in enumerate(self._futures.values()):
             arrays |= {f"{number}.{name}": array for name, array in future.learned().items()}
@@ -165,20 +177,16 @@ class AsapRule(LearningRule):
         """See the base class."""
         if "keys" not in arrays:
             raise ValueError("keys is missing")
-        check_array("keys", arrays["keys"], (None,), np.uint8, 0, 255)
-        keys = [_key(given) for given in json.loads(arrays["keys"].tobytes())]
+        check_array("keys", arrays["keys"], (None, KEY_BYTES), np.uint8, 0, 255)
+        keys = [key.tobytes() for key in arrays["keys"]]
+        if len(set(keys)) < len(keys):
+            raise ValueError("keys has one twice")
         names = [f"{number}.{name}" for number in range(len(keys)) for name in ExpectedFuture.ARRAYS]
         check_names(arrays, ["keys", *names])
         futures = OrderedDict()
         for number, key in enumerate(keys):
             its = {name: arrays[f"{number}.{name}"] for name in ExpectedFuture.ARRAYS}
-            futures[key] = ExpectedFuture.restored(self._max_entries, its, self._vocabulary.size)
+            futures[key] = ExpectedFuture.restored(self._max_bytes - FUTURE_BYTES, its, self._vocabulary.size)
         self._futures = futures
+        self._num_bytes = sum(FUTURE_BYTES + future.num_bytes for future in futures.values())
         self._forget()
-
-
-def _key(given: Any) -> Key:
-    prompt, kind, source, temperature, end = given
-    if kind not in grammar.KINDS or not isinstance(source, str) or not math.isfinite(temperature):
-        raise ValueError(f"keys has {given!r}")
-    return tuple(map(int, prompt)), kind, source, float(temperature), int(end)

@@ -18,10 +18,11 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, Protocol, get_args
 
 import torch
-from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
 from vllm_ext.kernels.learned_arrays import Learned
 
+MAX_TEXT = 65_536
 Kind = Literal["json", "regex", "grammar"]  # how a grammar is written
 
 
@@ -29,6 +30,18 @@ class RuleOptions(BaseModel):
     """What the server is started with, as the user writes it in ``--additional-config``. Strict: no unknown key."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
+
+    max_text: int = Field(
+        default=MAX_TEXT,
+        ge=1,
+        le=10_000_000,
+        description="longest text that a request may give the rule in one parameter, in characters",
+    )
+
+    @property
+    def text_limit(self) -> tuple[str, int]:
+        """The option that says how long a request's texts may be, and what it says."""
+        return "max_text", self.max_text
 
 
 class RuleParams(BaseModel):

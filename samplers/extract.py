@@ -29,6 +29,11 @@ class ExtractOptions(RuleOptions):
         default=100_000, ge=1, le=10_000_000, description="longest passage, in characters"
     )
 
+    @property
+    def text_limit(self) -> tuple[str, int]:
+        """See the base class."""
+        return "max_passage", self.max_passage
+
 
 class ExtractParams(RuleParams):
     """Of a request."""

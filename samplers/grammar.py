@@ -18,6 +18,7 @@ import torch
 
 from vllm_ext.kernels.sparse import Int32
 from vllm_ext.samplers.base import Asked, Kind, RuleParams, Vocabulary
+from vllm_ext.samplers.kept import Kept, digest
 from vllm_ext.samplers.messages import quoted
 
 P = TypeVar("P", bound=RuleParams)
@@ -27,8 +28,8 @@ KINDS: dict[Kind, str] = {
     "grammar": "grammar of the answer, in EBNF or, where no line has ::=, Lark",
 }
 SYNTAX = {"json": "a JSON schema", "regex": "a regular expression", "grammar": "EBNF or Lark"}
-KEPT = 512  # matchers; 5 kB each for JSON
-COMPILED = 256  # grammars
+KEPT = 128  # matchers of a grammar
+MATCHER_BYTES = 5_000  # for JSON
 
 
 def grammar_of(params: RuleParams, rule: str) -> tuple[Kind, str] | None:
@@ -142,17 +143,54 @@ class Behind:
         return tokens
 
 
+class _Grammar:
+    """One that is compiled, behind the prefixes that were asked for last."""
+
+    def __init__(self, compiled: Any, end: int, vocabulary: Vocabulary) -> None:
+        self._compiled, self._end, self._vocabulary = compiled, end, vocabulary
+        self._kept: OrderedDict[bytes, Behind] = OrderedDict()
+
+    @property
+    def num_bytes(self) -> int:
+        """What it takes at most, nearly."""
+        return int(self._compiled.memory_size_bytes) + MATCHER_BYTES * KEPT
+
+    def behind(self, prefix: Sequence[int]) -> Behind | None:
+        """See `Grammars.behind`."""
+        tokens = np.array(prefix, dtype=np.int32)
+        key = digest(tokens.tobytes())
+        if key in self._kept:
+            self._kept.move_to_end(key)
+            return self._kept[key]
+        shorter = self._kept.get(digest(tokens[:-1].tobytes())) if len(tokens) else None
+        if shorter is not None:
+            found, rest = shorter.fork(), prefix[-1:]
+        else:
+            found, rest = Behind(self._matcher(), self._end, self._vocabulary), prefix
+        if not all(map(found.accept, rest)):
+            return None
+        self._kept[key] = found
+        if len(self._kept) > KEPT:
+            self._kept.popitem(last=False)
+        return found
+
+    def _matcher(self) -> Any:
+        import xgrammar
+
+        return xgrammar.GrammarMatcher(self._compiled, override_stop_tokens=[self._end])
+
+
 class Grammars:
     """Those that requests are under, compiled as they come: by then they are known to be right.
 
     Args:
         vocabulary: the target's.
+        max_bytes: most of those that are kept; the last one is in any case.
     """
 
-    def __init__(self, vocabulary: Vocabulary) -> None:
+    def __init__(self, vocabulary: Vocabulary, max_bytes: int = 64 << 20) -> None:
         self._vocabulary = vocabulary
-        self._kept: OrderedDict[tuple[Any, ...], Behind] = OrderedDict()
-        self._compiled = functools.lru_cache(COMPILED)(self._compile)
+        self._kept: Kept[_Grammar] = Kept(max_bytes, lambda grammar: grammar.num_bytes)
 
     def warm_up(self) -> None:
         """Read the vocabulary, which takes a second or two."""
@@ -167,27 +205,15 @@ class Grammars:
             end: the token that ends an answer.
             prefix: tokens since the prompt's end.
         """
-        grammar = (kind, source, end)
-        key = (*grammar, *prefix)
-        if key in self._kept:
-            self._kept.move_to_end(key)
-            return self._kept[key]
-        shorter = self._kept.get((*grammar, *prefix[:-1])) if prefix else None
-        if shorter is not None:
-            found, rest = shorter.fork(), prefix[-1:]
-        else:
-            found, rest = Behind(self._matcher(kind, source, end), end, self._vocabulary), prefix
-        if not all(map(found.accept, rest)):
-            return None
-        self._kept[key] = found
-        if len(self._kept) > KEPT:
-            self._kept.popitem(last=False)
-        return found
+        grammar = self._kept.of(
+            digest(kind, source, end), lambda: _Grammar(self._compile(kind, source), end, self._vocabulary)
+        )
+        return grammar.behind(prefix)
 
-    def _matcher(self, kind: Kind, source: str, end: int) -> Any:
-        import xgrammar
-
-        return xgrammar.GrammarMatcher(self._compiled(kind, source), override_stop_tokens=[end])
+    @property
+    def num_bytes(self) -> int:
+        """Of all that are kept."""
+        return self._kept.num_bytes
 
     def _compile(self, kind: Kind, source: str) -> Any:
         return compiled(self._compiler, kind, source)

@@ -31,11 +31,12 @@ from vllm_ext.samplers.base import (
     load_function,
     text_of,
 )
+from vllm_ext.samplers.kept import Kept, digest
 from vllm_ext.samplers.messages import quoted
 
 Monitor = Callable[[str], Sequence[str]]
 PYTHON = "vllm_ext.samplers.python_monitor:attributes"
-SITES = 4096  # dots whose names are kept
+KEPT_BYTES = 16 << 20  # of names behind dots, and of the tokens that begin them
 TAIL = 64  # tokens in which an identifier that was begun has its dot
 SITE = re.compile(r"(?<=[\w)\]}\"'])\.(\w*)\Z")
 HEAD = re.compile(r"\w*")
@@ -72,8 +73,11 @@ class MonitorRule(Rule):
     def __init__(self, monitors: Mapping[str, Monitor], vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
         self._monitors = monitors
-        self._names = functools.lru_cache(SITES)(self._ask)
-        self._ids = functools.lru_cache(SITES)(self._tokens)
+        # By digests: code may be long, and there is a dot in many of its places.
+        self._names: Kept[frozenset[str]] = Kept(
+            KEPT_BYTES, lambda names: sum(map(len, names)) + 60 * len(names)
+        )
+        self._ids: Kept[Int32 | None] = Kept(KEPT_BYTES, lambda ids: 100 if ids is None else 100 + ids.nbytes)
 
     @classmethod
     def from_options(cls, options: MonitorOptions, vocabulary: Vocabulary) -> MonitorRule:
@@ -134,11 +138,13 @@ class MonitorRule(Rule):
         site = SITE.search(code) if code else None
         if code is None or site is None:
             return None
-        names = self._names(row.params.monitor, code[: site.start(1)])
-        ids = self._ids(names, site[1])
+        before, typed = code[: site.start(1)], site[1]
+        key = digest(row.params.monitor, before)
+        names = self._names.of(key, lambda: self._ask(row.params.monitor, before))
+        ids = self._ids.of(digest(key, typed), lambda: self._tokens(names, typed))
         if ids is None:
             return None
-        return np.append(ids, np.int32(row.end)) if site[1] in names else ids
+        return np.append(ids, np.int32(row.end)) if typed in names else ids
 
     def _code(self, row: Row) -> str | None:
         """The code that a row stands behind; None in prose. A fence in the output begins anew, behind the context."""

@@ -16,9 +16,10 @@ import numpy.typing as npt
 
 from vllm_ext.kernels.trie import Int32
 from vllm_ext.samplers.base import Vocabulary, text_of
+from vllm_ext.samplers.kept import Kept, digest
 
 NOTHING = -1  # in the place of a token through which no span goes
-KEPT = 64  # passages, of some ten to thirty bytes a token
+KEPT_BYTES = 64 << 20  # of passages, of some ten to thirty bytes a token
 
 
 class Passage:
@@ -56,6 +57,12 @@ class Passage:
         self._most_needed = max(needs)
         first = np.unique(self._tokens[self._starts])
         self._first: Int32 = first[first != NOTHING]
+
+    @property
+    def num_bytes(self) -> int:
+        """What it takes, nearly."""
+        arrays = self._tokens, self._following, self._rooms, self._needs, self._starts, self._first
+        return sum(array.nbytes for array in arrays)
 
     def after(self, places: Int32 | None, token: int) -> Int32:
         """The places behind one token more; none where it may not come."""
@@ -105,8 +112,12 @@ class Passages:
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self.vocabulary = vocabulary
-        self.of = functools.lru_cache(KEPT)(self._read)
+        self._kept: Kept[Passage] = Kept(KEPT_BYTES, lambda passage: passage.num_bytes)
         self._opening = functools.cache(self._without_space)
+
+    def of(self, text: str, end: int) -> Passage:
+        """A text's."""
+        return self._kept.of(digest(text, end), lambda: self._read(text, end))
 
     def _read(self, text: str, end: int) -> Passage:
         """A text's; no span goes through the end token, nor through special ones, which a text may spell."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import re
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -293,6 +294,42 @@ def test_spans_of_a_tokenizer(slice_dir: str) -> None:
         assert SpanConstraint(passage, 99, vocabulary.encode(part), 2).accept(2), part
     for other in ("The sea", "and the old", "now"):
         assert not SpanConstraint(passage, 99, vocabulary.encode(other), 2).accept(2), other
+
+
+def test_texts_have_limits_and_refused_ones_are_not_kept() -> None:
+    settings = rules.parse(
+        {
+            "extract": {},
+            "asap": {},
+            "awrs": {"max_text": 40},
+            "monitor": {},
+            "cad": {},
+            "trie": {"files": {"a": "/x"}},
+        }
+    )
+    longest = {"extract": 100_000, "awrs_json": 40, "awrs_check": 40}
+    texts = ["extract", "asap_json", "asap_regex", "asap_grammar", "awrs_json", "awrs_check", "monitor"]
+    tracemalloc.start()
+    try:
+        for number, key in enumerate([*texts, "monitor_context", "cad_context", "trie"] * 20):
+            most = longest.get(key, 65_536)
+            given = SamplingParams(extra_args={key: f"{number} " + "x" * 1_000_000})
+            with pytest.raises(
+                ValueError, match=rf"{key} has 100\d+ characters; allowed: {most}, which"
+            ) as error:
+                settings.validate(given)
+            assert len(str(error.value)) < 300
+            del error, given
+        # What is wrong in another way is not kept either.
+        for number in range(100):
+            with pytest.raises(ValueError, match="is not allowed") as error:
+                settings.validate(SamplingParams(extra_args={"trie": f"{number} " + "x" * 60_000}))
+            assert len(str(error.value)) < 600
+            del error
+        used = tracemalloc.get_traced_memory()[0]
+    finally:
+        tracemalloc.stop()
+    assert used < 3_000_000
 
 
 def test_a_rule_that_is_not_there_is_named(made: Path) -> None:

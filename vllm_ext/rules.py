@@ -199,11 +199,7 @@ class RuleSettings:
         for key, value in (given or {}).items():
             if (name := _keys().get(key)) is not None:
                 asked.setdefault(name, {})[key] = value
-        under = [
-            Asking(name, _params(name, json.dumps(asked[name], default=repr)))
-            for name in RULES
-            if name in asked
-        ]
+        under = [Asking(name, _params(name, asked[name])) for name in RULES if name in asked]
         return [each for each in under if getattr(each.params, each.name, None) is not False]
 
     @functools.cached_property
@@ -227,6 +223,7 @@ class RuleSettings:
                 raise ValueError(
                     f"vllm_xargs has an unknown key {quoted(key)}. Did you mean {meant!r}? Correct or remove it."
                 )
+        self._check_sizes(params)
         asked = asked_of(params)
         under = self.of_request(params)
         if len(closed := [name for name, _ in under if load_rule(name).closed]) > 1:
@@ -248,6 +245,24 @@ class RuleSettings:
                 )
             if problem := load_rule(name).problem(self.options[name], parsed, asked):
                 raise ValueError(f"vllm_xargs: {problem}.")
+
+    def _check_sizes(self, params: Any) -> None:
+        """Refuse texts that are longer than the server takes, before anything looks at them.
+
+        Raises:
+            ValueError: naming the parameter, its length, what is allowed and the way out.
+        """
+        for key, value in (params.extra_args or {}).items():
+            options = self.options.get(_keys().get(key, ""))
+            if options is None:
+                continue
+            field, most = options.text_limit
+            length = len(value if isinstance(value, str) else repr(value))
+            if length > most:
+                raise ValueError(
+                    f"vllm_xargs: {key} has {length} characters; allowed: {most}, which is {field} of rule "
+                    f"{_keys()[key]!r}. Give less text, or raise that option of the server."
+                )
 
 
 def asked_of(params: Any) -> Asked:
@@ -407,11 +422,10 @@ def _keys() -> dict[str, str]:
     return {key: name for name in RULES for key in load_rule(name).Params.model_fields}
 
 
-@functools.lru_cache(1024)
-def _params(name: str, given: str) -> RuleParams:
-    """Validated parameters of a rule, from JSON; asked for on every row that stands behind drafts."""
+def _params(name: str, given: Mapping[str, Any]) -> RuleParams:
+    """Validated parameters of a rule. Nothing of them is kept here: they may be long, or refused."""
     rule = load_rule(name)
     try:
-        return rule.Params.model_validate(json.loads(given))
+        return rule.Params.model_validate(dict(given))
     except ValidationError as error:
         raise ValueError(f"vllm_xargs: {config.explain(rule.Params, error, f'Of rule {name}')}") from None

@@ -9,7 +9,6 @@ xgrammar enforces. Of guidance nothing is refused here: by itself it refuses mos
 
 from __future__ import annotations
 
-import functools
 import json
 from collections.abc import Iterator
 from dataclasses import replace
@@ -20,13 +19,15 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from vllm.exceptions import VLLMValidationError
 
 from vllm_ext import config, rules
+from vllm_ext.samplers.kept import Kept, digest
 from vllm_ext.samplers.strict_schema import Problem, first_problem
 
 FIELD = f'{config.FIELD}["{config.STRUCTURED_OUTPUTS}"]'
 READ_OF = "0.2.8"  # the xgrammar that `first_problem` describes
 IN_PART = "xgrammar would enforce the JSON schema only in part"  # in each refusal
 GUIDANCE = "--structured-outputs-config.backend guidance"
-CACHED = 256  # schemas
+KEPT_BYTES = 1 << 20
+_problems_kept: Kept[Problem | None] = Kept(KEPT_BYTES, lambda problem: 100 if problem is None else 4_000)
 
 
 class StructuredOptions(BaseModel):
@@ -118,9 +119,8 @@ def _refuse(parameter: str, what: str, problem: Problem, *ways: str) -> None:
     )
 
 
-@functools.lru_cache(CACHED)
 def _problem_of(schema: str) -> Problem | None:
-    return first_problem(json.loads(schema))
+    return _problems_kept.of(digest(schema), lambda: first_problem(json.loads(schema)))
 
 
 def _problems(given: Any) -> Iterator[Problem]:

@@ -12,7 +12,7 @@ import pytest
 
 from vllm_ext.kernels.chance import RandomChance
 from vllm_ext.kernels.sparse import Float64, Int32
-from vllm_ext.samplers.asap import ExpectedFuture
+from vllm_ext.samplers.asap import ENTRY_BYTES, PREFIX_BYTES, ExpectedFuture
 
 LENGTH, END = 5, 2
 ALLOWED = [(0,) * LENGTH] + [(1, *rest) for rest in itertools.product((0, 1), repeat=LENGTH - 1)]
@@ -85,11 +85,11 @@ def divergence(q: Float64) -> float:
 
 
 def test_the_first_sample_is_plain_constrained_decoding() -> None:
-    np.testing.assert_allclose(law(frozen(ExpectedFuture(1000))), law(plain_weights), atol=1e-15)
+    np.testing.assert_allclose(law(frozen(ExpectedFuture(1 << 20))), law(plain_weights), atol=1e-15)
 
 
 def test_laws_approach_the_models_conditional() -> None:
-    future, chance = ExpectedFuture(1000), RandomChance(np.random.default_rng(0))
+    future, chance = ExpectedFuture(1 << 20), RandomChance(np.random.default_rng(0))
     found, bounds = [divergence(law(plain_weights))], [1.0]
     for count in (10, 100, 1000):
         for _ in range(count):
@@ -112,7 +112,7 @@ def test_laws_approach_the_models_conditional() -> None:
 
 
 def test_samples_have_the_conditional_law() -> None:
-    future, chance = ExpectedFuture(1000), RandomChance(np.random.default_rng(1))
+    future, chance = ExpectedFuture(1 << 20), RandomChance(np.random.default_rng(1))
     drawn = [sample(future, chance) for _ in range(3000)][1000:]
     share = np.array([drawn.count(string) for string in ALLOWED]) / len(drawn)
     assert np.abs(share - TARGET).sum() / 2 < 0.06
@@ -120,11 +120,12 @@ def test_samples_have_the_conditional_law() -> None:
 
 
 def test_forgetting_keeps_bounds_and_the_limit() -> None:
-    future, chance = ExpectedFuture(12), RandomChance(np.random.default_rng(2))
+    most = 6 * (PREFIX_BYTES + 2 * ENTRY_BYTES)
+    future, chance = ExpectedFuture(most), RandomChance(np.random.default_rng(2))
     bounds = []
     for _ in range(2000):
         sample(future, chance)
-        assert len(future) <= 12
+        assert future.num_bytes <= most
         bounds.append(future.bound)
     assert all(after <= before + 1e-15 for before, after in itertools.pairwise(bounds))
     assert bounds[-1] >= P.sum() - 1e-12
@@ -132,7 +133,7 @@ def test_forgetting_keeps_bounds_and_the_limit() -> None:
 
 
 def test_a_dead_end_is_never_sampled_again() -> None:
-    future = ExpectedFuture(100)
+    future = ExpectedFuture(1 << 20)
     none = np.empty(0, np.int32)
     ids, p = np.array([4, 7], np.int32), np.array([0.6, 0.1])
     assert future.chances([], ids, p).tolist() == [1.0, 1.0]
@@ -143,7 +144,7 @@ def test_a_dead_end_is_never_sampled_again() -> None:
 
 
 def test_a_prefix_that_was_not_allowed_is_named() -> None:
-    future = ExpectedFuture(100)
+    future = ExpectedFuture(1 << 20)
     future.chances([], np.array([4, 7], np.int32), np.array([0.6, 0.1]))
     with pytest.raises(ValueError, match=r"prefix\[0\]=5 was not allowed there"):
         future.chances([5], np.array([4], np.int32), np.array([0.6]))

@@ -127,7 +127,7 @@ def test_the_first_answer_of_asap_is_plain_masking_to_the_last_bit() -> None:
 
 def test_asap_samples_by_what_it_has_learnt_at_the_temperature() -> None:
     rule, params = asap(), AsapParams(asap_regex=PATTERN)
-    reference = ExpectedFuture(1000)
+    reference = ExpectedFuture(1 << 20)
     for prefix in (*PREFIXES, *PREFIXES):
         found = (applied(rule, row(prefix, params)).double() / ASKED.temperature).softmax(0).numpy()
         ids = np.array(sorted(allowed_behind(prefix)), np.int32)
@@ -191,7 +191,6 @@ def test_asap_takes_over_nothing_that_it_cannot_have_learnt() -> None:
         ("0.future", -1, math.nan),
         ("0.rest", -1, 2.0),
         ("0.count", -1, 3),
-        ("keys", -1, 7),
     ):
         bad = {key: array.copy() for key, array in good.items()}
         bad[name][place] = change
@@ -199,8 +198,26 @@ def test_asap_takes_over_nothing_that_it_cannot_have_learnt() -> None:
         with pytest.raises(ValueError):  # each check has its own words
             fresh.restore(bad)
         assert fresh.learned().keys() == {"keys"}
+    for keys in (good["keys"][:, :8], np.concatenate([good["keys"], good["keys"]]), good["keys"].ravel()):
+        with pytest.raises(ValueError, match=r"keys|1\.parent"):
+            asap().restore({**good, "keys": keys})
     with pytest.raises(ValueError, match="is missing"):
         asap().restore({key: array for key, array in good.items() if key != "0.p"})
+
+
+def test_the_memory_of_asap_is_bounded() -> None:
+    """Prompts, prefixes, dead ends and compiled grammars all count, also in what is saved."""
+    rule = asap(memory_mb=4)
+    for number in range(1600):
+        params = AsapParams(asap_regex=f"(0{{3}}|1[01]{{2}}){{0,{1 + number % 40}}}")
+        prompt = list(range(number, number + 500))
+        for prefix in ([], [2], [2, 1], [1]):
+            logits = logits_of(prefix)
+            rule.apply(logits, [replace(row(prefix, params), prompt=prompt)])
+    assert 3 << 20 < rule.num_bytes <= 4 << 20
+    saved = rule.learned()
+    assert sum(array.nbytes for array in saved.values()) <= 4 << 20
+    assert len(saved["keys"]) > 10
 
 
 def starts_with_one(text: str, ended: bool) -> bool:

@@ -26,6 +26,8 @@ os.environ.setdefault(
 # Go with those that share engines, so that both lanes (Makefile) take equally long.
 BESIDE_SHARED = {"test_bench.py", "test_sampling_rules.py", "test_steering.py"}
 SHUTDOWN_SECONDS = 30  # after which an engine is killed; it takes 5 to 10
+# What thinking budgets go by: two of the model's special tokens that nobody uses, and what is put behind the second.
+THINKING = {"reasoning_start_str": "<issue_start>", "reasoning_end_str": "<issue_closed>\n"}
 ENGINE_OPTIONS: dict[str, Any] = {
     "dtype": "float32",
     "max_model_len": MAX_MODEL_LEN,
@@ -34,6 +36,7 @@ ENGINE_OPTIONS: dict[str, Any] = {
     "disable_log_stats": False,
     # 8,700 tokens of the model in float32. vLLM writes all of it at the start, and ten engines may live at once.
     "kv_cache_memory_bytes": 384 << 20,
+    "reasoning_config": THINKING,
 }
 
 
@@ -140,6 +143,8 @@ V2_OPTIONS: dict[str, Any] = {
     # 17 MB. By bytes on a CPU one has VLLM_CPU_KVCACHE_SPACE, a whole GiB, and twenty engines live at once.
     "num_gpu_blocks_override": 170,
     "max_num_batched_tokens": 48,  # longer prompts are computed in chunks
+    "reasoning_config": THINKING,
+    "logits_processors": ["v2_requests:NoEcho"],
 }
 V2_METHOD = {"method": "token_recycling", "num_speculative_tokens": 6, "budget": "fixed"}
 # Two drafters on the host, one of which wants logits.

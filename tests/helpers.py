@@ -53,6 +53,24 @@ def assert_same_outputs(expected: Sequence[Sequence[int]], actual: Sequence[Sequ
             )
 
 
+def assert_same_logprobs(expected: Any, actual: Any) -> None:
+    """Of vLLM's ``logprobs`` or ``prompt_logprobs``, None or by place: the same values to 1e-3, the own token's first.
+
+    Of two candidates that are all but equal either may be listed, and before the other.
+    """
+    assert (expected is None) == (actual is None)
+    for left, right in zip(expected or [], actual or [], strict=True):
+        if left is None or right is None:
+            assert left is right
+            continue
+        token = next(iter(left))
+        assert token == next(iter(right))
+        assert left[token].logprob == pytest.approx(right[token].logprob, abs=1e-3)
+        assert left[token].rank == pytest.approx(right[token].rank, rel=1e-2, abs=1)
+        values = [sorted((entry.logprob for entry in side.values()), reverse=True) for side in (left, right)]
+        assert values[0] == pytest.approx(values[1], abs=1e-3)
+
+
 def what_failed(done: subprocess.CompletedProcess[str]) -> str:
     """Why a script with an engine ended badly: its processes' errors, wherever they stand, and the last of the rest."""
     lines = [*done.stdout.splitlines(), *done.stderr.splitlines()]

@@ -28,10 +28,8 @@ def break_rule(worker: Any, name: str, prompt: list[int], where: str, hook: str)
     right = getattr(rule, hook)
 
     def outputs() -> list[Any]:
-        """What has been put out, of all requests."""
-        if hasattr(worker.model_runner, "req_states"):
-            return [each.output for each in processor._requests.values() if each.prompt == prompt]
-        return [state.output_token_ids for state in worker.model_runner.requests.values()]
+        """What has been put out, as V2's host knows it."""
+        return [each.output for each in processor._requests.values() if each.prompt == prompt]
 
     def is_it(row: Any) -> bool:
         if list(row.prompt) != prompt:
@@ -40,10 +38,11 @@ def break_rule(worker: Any, name: str, prompt: list[int], where: str, hook: str)
             return True
         if where == MIDDLE:
             return len(row.output) >= 2
-        # A row behind drafts has an output that is none of vLLM's own lists; V2's rows have all their own.
-        if hasattr(worker.model_runner, "req_states"):
+        if hasattr(worker.model_runner, "req_states"):  # V2's rows have outputs of their own
             return all(len(output) < len(row.output) for output in outputs())
-        return not any(output is row.output for output in outputs())
+        # A row behind drafts has an output that the walk down its tree has made longer.
+        grown = worker.model_runner.rejection_sampler.row_states._grown
+        return any(output is row.output for output, _ in grown.values())
 
     def raising(*arguments: Any) -> Any:
         rows = arguments[-1] if isinstance(arguments[-1], list) else [arguments[-1]]

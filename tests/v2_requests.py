@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from vllm import SamplingParams
+from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor
 
 
 def prompts(count: int, seed: int = 1) -> list[list[int]]:
@@ -54,3 +55,28 @@ def watch_parents(llm: Any, monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
 
     monkeypatch.setattr(speculator, "propose", watching)
     return parents
+
+
+class NoEcho(LogitsProcessor):  # type: ignore[misc]  # vLLM is untyped to us
+    """A user's own: no token is one of the two before it, of requests that ask for it; it takes rows for a chain."""
+
+    def __init__(self, vllm_config: Any, req_states: Any) -> None:
+        self._states = req_states
+        self._asked: set[int] = set()
+
+    def add_request(self, req_idx: int, sampling_params: Any) -> bool:
+        asked = bool((sampling_params.extra_args or {}).get("no_echo"))
+        (self._asked.add if asked else self._asked.discard)(req_idx)
+        return asked
+
+    def apply(self, logits: Any, ctx: Any) -> Any:
+        if self._asked.isdisjoint(ctx.idx_mapping_np.tolist()):
+            return logits  # without asking the device for anything
+        slots, places = ctx.expanded_idx_mapping.tolist(), ctx.expanded_local_pos.tolist()
+        for row, (slot, place) in enumerate(zip(slots, places, strict=True)):
+            if slot in self._asked:
+                end = int(self._states.total_len.gpu[slot])
+                text = self._states.all_token_ids.gpu[slot, max(0, end - 2) : end].tolist()
+                text += ctx.input_ids[row - place + 1 : row + 1].tolist()
+                logits[row, [token for token in text[-2:] if token >= 0]] = -float("inf")
+        return logits

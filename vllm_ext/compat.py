@@ -300,6 +300,26 @@ HOOKS = (
         None,
         "keeps the user's own logits processors next to our methods",
     ),
+    Hook("vllm.v1.sample.logits_processor", "MoveDirectionality", None, "moves requests' thinking budgets"),
+    *(
+        Hook("vllm.v1.sample.logits_processor", symbol, parameters, "knows what processors have to do")
+        for symbol, parameters in (
+            ("AdapterLogitsProcessor.update_state", ("self", "batch_update")),
+            ("AdapterLogitsProcessor.apply", ("self", "logits")),
+        )
+    ),
+    Hook(
+        "vllm.v1.sample.thinking_budget_state",
+        "maybe_create_thinking_budget_state_holder",
+        ("reasoning_config", "max_num_seqs", "num_spec_tokens", "device", "is_pin_memory"),
+        "keeps thinking budgets",
+    ),
+    Hook(
+        "vllm.v1.sample.thinking_budget_state",
+        "ThinkingBudgetStateHolder.sync_batch",
+        ("self", "batch_update"),
+        "puts thinking budgets where a walk's rows are",
+    ),
     Hook(
         _RUNNER,
         "GPUModelRunner._prepare_inputs",

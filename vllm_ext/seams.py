@@ -256,6 +256,21 @@ V2_HOOKS = (
         "the noise of a seed and a position",
     ),
     Hook(
+        f"{_GPU}.sample.logprob",
+        "compute_topk_scores",
+        (
+            *("logits", "num_logprobs", "sampled_token_ids", "cu_num_logits", "logprob_token_ids_state"),
+            *("expanded_idx_mapping", "max_per_req_token_ids", "logits_mode"),
+        ),
+        "scores of the tokens that a request lists",
+    ),
+    Hook(
+        f"{_GPU}.sample.logprob",
+        "LogprobTokenIdsState.max_num_token_ids",
+        ("self", "idx_mapping_np"),
+        "whether a request lists tokens",
+    ),
+    Hook(
         f"{_GPU}.sample.output",
         "SamplerOutput",
         ("sampled_token_ids", "logprobs_tensors", "num_nans", "num_sampled", "num_rejected"),

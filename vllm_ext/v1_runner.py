@@ -27,6 +27,7 @@ from vllm.v1.sample.logits_processor import (
     LogitsProcessors,
     cached_load_custom_logitsprocs,
 )
+from vllm.v1.sample.thinking_budget_state import maybe_create_thinking_budget_state_holder
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
 from vllm_ext import calibration, cpu, linear_layers, tree_layers, v1_attention, v1_executor
@@ -36,6 +37,7 @@ from vllm_ext.proposers.tree import Int32
 from vllm_ext.v1_beside import RuledRunner
 from vllm_ext.v1_drafter import Drafter
 from vllm_ext.v1_encoded_rows import EncodedMetadata
+from vllm_ext.v1_row_states import RowStates
 from vllm_ext.v1_sampler import TreeSampler
 from vllm_ext.v1_trees import StepTrees
 
@@ -65,6 +67,7 @@ class SpeculativeRunner(RuledRunner):
     def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> Any:
         """After vLLM has bound the caches: find out whether this model can verify trees."""
         result = super().initialize_kv_cache(*args, **kwargs)  # type: ignore[misc]
+        _sample_rows_alone(self)
         if self.drafter.model_drafts is not None:
             self.drafter.model_drafts.passes.bind(self)
         self.drafter.chain_reason = self._chain_reason()
@@ -372,6 +375,7 @@ def install(runner: Any) -> None:
     sampler = TreeSampler(runner.sampler, runner.speculative_config, runner.device)
     # Not a submodule: a runner is no nn.Module, and vLLM walks no module tree through its sampler.
     sampler.runner = runner
+    sampler.row_states = RowStates(runner)
     runner.rejection_sampler = sampler
     # With any speculation vLLM builds the minimum-length processor only; the walk is right with all of them, also
     # with those that the user brings or another package has registered.
@@ -382,6 +386,16 @@ def install(runner: Any) -> None:
         for processor in (*BUILTIN_LOGITS_PROCESSORS, *custom)
     )
     runner.input_batch.logitsprocs_need_output_token_ids |= bool(custom)
+
+
+def _sample_rows_alone(runner: Any) -> None:
+    """Thinking budgets as vLLM has them without speculation: a call of the sampler has one row of each request.
+
+    Where the blocks' sizes are not what it thought, vLLM makes the batch anew when it binds the caches.
+    """
+    runner.input_batch.thinking_budget_state_holder = maybe_create_thinking_budget_state_holder(
+        runner.vllm_config.reasoning_config, runner.max_num_reqs, 0, runner.device, PIN_MEMORY
+    )
 
 
 def _to(array: Any, device: torch.device) -> torch.Tensor:

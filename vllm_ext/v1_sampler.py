@@ -2,8 +2,9 @@
 """Verification in the V1 runner: vLLM's own sampler, walked down the draft tree.
 
 In the place of the rejection sampler. The stock ``Sampler`` runs on each visited row with that path's tokens
-in its metadata, so penalties, bad words, minimum lengths, logprobs and per-request generators are handled by
-the code that handles them without speculation: seeded output is the same token for token.
+in its metadata, so penalties, bad words, minimum lengths, thinking budgets, logprobs and per-request generators are
+handled by the code that handles them without speculation: seeded output is the same token for token. What vLLM keeps of
+a request from step to step is in `v1_row_states`.
 """
 
 from __future__ import annotations
@@ -14,20 +15,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from vllm.utils.torch_utils import PIN_MEMORY
 from vllm.v1.outputs import LogprobsTensors, SamplerOutput
-from vllm.v1.sample.logits_processor import AdapterLogitsProcessor, BatchUpdate, LogitsProcessors
-from vllm.v1.sample.logits_processor.builtin import (
-    LogitBiasLogitsProcessor,
-    MinPLogitsProcessor,
-    MinTokensLogitsProcessor,
-)
 from vllm.v1.sample.rejection_sampler import PLACEHOLDER_TOKEN_ID, RejectionSampler
 
 from vllm_ext.grammars import Masks
 from vllm_ext.samplers.tree_walk import greedy_walk, walk
 from vllm_ext.v1_drawn import DrawnSampler
-from vllm_ext.v1_rules import RuleProcessor, paused
+from vllm_ext.v1_row_states import RowStates, has_thinking_budget, is_idle
+from vllm_ext.v1_rules import paused
 from vllm_ext.v1_trees import StepTrees
 
 PAUSED = -2  # in the place of a token that a rule has put off; no draft is that
@@ -39,6 +34,7 @@ class TreeSampler(RejectionSampler):  # type: ignore[misc]  # vLLM is untyped to
 
     # Set for this runner by `v1_runner`.
     runner: Any = None
+    row_states: RowStates
     _drawn_sampler: DrawnSampler | None = None
 
     def forward(
@@ -64,13 +60,15 @@ class TreeSampler(RejectionSampler):  # type: ignore[misc]  # vLLM is untyped to
                 draw = _GreedyRounds(choice, logits, trees.row_start, masks).draw
                 trees.accepted, emitted = walk(trees.row_start, trees.tokens, trees.parents, draw)
         else:
-            tokens, sampler = trees.tokens, self.sampler
-            if not _can_advance(sampling_metadata):
-                tokens = np.full_like(tokens, PLACEHOLDER_TOKEN_ID)  # nothing matches: one token each
-            elif trees.drawn:
-                sampler = self._verifier(trees)
-            rounds = _Rounds(self.runner, sampler, logits, trees.row_start, sampling_metadata, masks)
-            trees.accepted, emitted = walk(trees.row_start, tokens, trees.parents, rounds.draw)
+            tokens = self._acceptable(trees, sampling_metadata)
+            sampler = self._verifier(trees) if trees.drawn else self.sampler
+            rounds = _Rounds(
+                self.runner, sampler, logits, trees.row_start, sampling_metadata, masks, self.row_states
+            )
+            try:
+                trees.accepted, emitted = walk(trees.row_start, tokens, trees.parents, rounds.draw)
+            finally:
+                self.row_states.close()
             if self.runner.pausing is not None:
                 emitted = [tokens[:-1] if tokens[-1] == PAUSED else tokens for tokens in emitted]
             logprobs = rounds.logprobs(max(1, *map(len, emitted)))
@@ -92,6 +90,20 @@ class TreeSampler(RejectionSampler):  # type: ignore[misc]  # vLLM is untyped to
             return SamplerOutput(torch.from_numpy(choice[:, None].astype(np.int32)).to(logits.device), None)
         output: SamplerOutput = self.sampler(logits=logits, sampling_metadata=sampling_metadata)
         return output
+
+    def _acceptable(self, trees: StepTrees, metadata: Any) -> Any:
+        """int32 ``[num_rows]``: the drafts, less those of requests that get one token, or none, of this step.
+
+        A request with explicit logprob token ids (a scoring one, which wants one token) has results of a width of its
+        own. One whose token is thrown away is not to be taken further than that token.
+        """
+        single = set(metadata.logprob_token_ids or ())
+        single.update(self.runner.discard_request_mask.np[: len(trees.query_row)].nonzero()[0].tolist())
+        tokens = trees.tokens.copy() if single else trees.tokens
+        for request in single:
+            tokens[trees.rows(request)] = PLACEHOLDER_TOKEN_ID  # nothing matches
+            trees.drawn.pop(request, None)
+        return tokens
 
     def _verifier(self, trees: StepTrees) -> DrawnSampler:
         """The stock sampler, but for rows with children that were drawn."""
@@ -134,13 +146,16 @@ class _Rounds:
         row_start: Any,
         metadata: Any,
         masks: Masks | None,
+        states: RowStates,
     ) -> None:
         self._runner = runner
         self._masks = masks
         self._sampler = sampler
         self._logits = logits
         self._row_start = row_start
-        self._metadata = metadata
+        # All tokens in it are behind the row that is sampled: there are no drafts between them.
+        self._metadata = replace(metadata, spec_token_ids=None)
+        self._states = states
         self._parts: list[tuple[list[int], LogprobsTensors]] = []
 
     def draw(
@@ -175,11 +190,15 @@ class _Rounds:
         if width == 1:
             return first
         num_requests = len(self._parts[0][0])
-        padded = [part.new_zeros((num_requests * width, *part.shape[1:])) for part in first[:3]]
-        for place, (requests, part) in enumerate(self._parts[:width]):
+        # A round's have as many columns as its requests ask for.
+        columns = max(part[0].shape[1] for _, part in self._parts)
+        padded = [part.new_zeros((num_requests * width, columns)) for part in first[:2]]
+        padded.append(first[2].new_zeros(num_requests * width))
+        for place, (requests, (token_ids, values, ranks, *_)) in enumerate(self._parts[:width]):
             rows = torch.tensor(requests, device=first[0].device) * width + place
-            for into, values in zip(padded, part[:3], strict=True):
-                into[rows] = values
+            padded[0][rows, : token_ids.shape[1]] = token_ids
+            padded[1][rows, : values.shape[1]] = values
+            padded[2][rows] = ranks
         return LogprobsTensors(*padded)
 
     def _advanced(self, requests: Sequence[int], emitted: Sequence[Sequence[int]]) -> Any:
@@ -193,12 +212,9 @@ class _Rounds:
         def renumber(values: dict[int, Any]) -> dict[int, Any]:
             return {new: values[old] for new, old in enumerate(requests) if old in values}
 
-        outputs: list[list[int]] = []
-        if whole.output_token_ids:
-            outputs = [
-                [*whole.output_token_ids[request], *tokens]
-                for request, tokens in zip(requests, emitted, strict=True)
-            ]
+        outputs = self._states.grow(requests, emitted)
+        if has_thinking_budget(whole):
+            self._states.budgets(whole.thinking_budget_state_holder, requests)
         return replace(
             whole,
             temperature=pick(whole.temperature),
@@ -209,33 +225,12 @@ class _Rounds:
             frequency_penalties=pick(whole.frequency_penalties),
             presence_penalties=pick(whole.presence_penalties),
             repetition_penalties=pick(whole.repetition_penalties),
-            output_token_ids=outputs,
+            output_token_ids=outputs if whole.output_token_ids else [],
             allowed_token_ids_mask=pick(whole.allowed_token_ids_mask),
             bad_words_token_ids=renumber(whole.bad_words_token_ids),
-            logitsprocs=self._processors(requests, emitted),
-            spec_token_ids=None,
+            logitsprocs=self._states.processors(whole.logitsprocs, requests, outputs),
+            logprob_token_ids=None,  # theirs have had their only token
         )
-
-    def _processors(self, requests: Sequence[int], emitted: Sequence[Sequence[int]]) -> LogitsProcessors:
-        """Processors that know these requests only, at these output lengths: fresh ones, where they are not ours."""
-        runner, processors = self._runner, self._metadata.logitsprocs
-        if all(map(_is_idle, processors.all)):
-            return LogitsProcessors()
-        states = [runner.requests[runner.input_batch.req_ids[request]] for request in requests]
-        outputs = [[*state.output_token_ids, *tokens] for state, tokens in zip(states, emitted, strict=True)]
-        added = [
-            (new, state.sampling_params, state.prompt_token_ids, output)
-            for new, (state, output) in enumerate(zip(states, outputs, strict=True))
-        ]
-        update = BatchUpdate(batch_size=len(requests), removed=[], added=added, moved=[])
-        made = []
-        for processor in processors.all:
-            if isinstance(processor, RuleProcessor):
-                made.append(processor.behind(requests, outputs))
-            else:
-                made.append(type(processor)(runner.vllm_config, runner.device, PIN_MEMORY))
-                made[-1].update_state(update)
-        return LogitsProcessors(made)
 
 
 def _is_plain_greedy(metadata: Any) -> bool:
@@ -247,35 +242,6 @@ def _is_plain_greedy(metadata: Any) -> bool:
         and metadata.allowed_token_ids_mask is None
         and metadata.max_num_logprobs is None
         and not metadata.logprob_token_ids
-        and not _has_thinking_budget(metadata)
-        and all(map(_is_idle, metadata.logitsprocs.non_argmax_invariant))
+        and not has_thinking_budget(metadata)
+        and all(map(is_idle, metadata.logitsprocs.non_argmax_invariant))
     )
-
-
-def _can_advance(metadata: Any) -> bool:
-    """Whether the stock sampler can be asked for a request's second token of this step.
-
-    Not with a thinking budget, whose state is kept outside the metadata, nor with explicit logprob token ids
-    (a scoring request's, which wants one token), whose result has a width of its own.
-    """
-    return not metadata.logprob_token_ids and not _has_thinking_budget(metadata)
-
-
-def _has_thinking_budget(metadata: Any) -> bool:
-    holder = metadata.thinking_budget_state_holder
-    return holder is not None and holder.has_tracked_requests()
-
-
-def _is_idle(processor: Any) -> bool:
-    """Whether a logits processor has nothing to do for any request of the batch."""
-    if isinstance(processor, MinTokensLogitsProcessor):
-        return not processor.min_toks
-    if isinstance(processor, LogitBiasLogitsProcessor):
-        return not processor.biases
-    if isinstance(processor, MinPLogitsProcessor):
-        return not processor.min_p_count
-    if isinstance(processor, RuleProcessor):
-        return processor.is_idle
-    if isinstance(processor, AdapterLogitsProcessor):
-        return not processor.req_info
-    return False  # one that is not known

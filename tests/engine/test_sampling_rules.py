@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import StructuredOutputsParams
-from vllm.v1.sample.logits_processor import AdapterLogitsProcessor
+from vllm.v1.sample.logits_processor import AdapterLogitsProcessor, LogitsProcessor, process_dict_updates
 
 pytestmark = pytest.mark.engine
 
@@ -71,6 +71,33 @@ class NoRepeat(AdapterLogitsProcessor):  # type: ignore[misc]  # vLLM is untyped
         return forbid
 
 
+class Alternate(LogitsProcessor):  # type: ignore[misc]  # vLLM is untyped to us
+    """A user's own, by vLLM's whole interface: tokens are even and odd by turns, of requests that ask for it."""
+
+    made = 0
+
+    def __init__(self, vllm_config: Any, device: Any, is_pin_memory: bool) -> None:
+        type(self).made += 1
+        self.outputs: dict[int, list[int]] = {}
+        self.odd: dict[int, int] = {}
+
+    def is_argmax_invariant(self) -> bool:
+        return False
+
+    def update_state(self, batch_update: Any) -> None:
+        process_dict_updates(
+            self.outputs,
+            batch_update,
+            lambda params, prompt, output: output if (params.extra_args or {}).get("alternate") else None,
+        )
+        self.odd = {index: len(output) % 2 for index, output in self.outputs.items()}
+
+    def apply(self, logits: Any) -> Any:
+        for index, odd in self.odd.items():
+            logits[index, 1 - odd :: 2] = -float("inf")
+        return logits
+
+
 @pytest.fixture(scope="module")
 def options(slice_dir: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     from vllm_ext.cli import app
@@ -100,7 +127,7 @@ def options(slice_dir: str, tmp_path_factory: pytest.TempPathFactory) -> dict[st
     }
     return {
         "additional_config": {"vllm_ext": {"rules": rules}},
-        "logits_processors": [f"{__name__}:NoRepeat"],
+        "logits_processors": [f"{__name__}:NoRepeat", f"{__name__}:Alternate"],
     }
 
 
@@ -163,21 +190,21 @@ def test_what_is_certain_is_drafted(trees: Any, drafts_by_model: bool) -> None:
 
 
 def forget_paths(worker: Any) -> None:
-    """The mutation: processors see what was put out before the step, on every row."""
-    from vllm_ext import v1_sampler
+    """The mutation: rules see what was put out before the step, on every row."""
+    from vllm_ext import v1_row_states
 
-    module: Any = v1_sampler
-    module.honest = module._Rounds._processors
-    module._Rounds._processors = lambda self, requests, emitted: module.honest(
-        self, requests, [() for _ in emitted]
+    module: Any = v1_row_states
+    module.honest = module.RowStates.processors
+    module.RowStates.processors = lambda self, whole, requests, outputs: module.honest(
+        self, whole, requests, [self._grown[request][0][: self._grown[request][1]] for request in requests]
     )
 
 
 def remember_paths(worker: Any) -> None:
-    from vllm_ext import v1_sampler
+    from vllm_ext import v1_row_states
 
-    module: Any = v1_sampler
-    module._Rounds._processors = module.honest
+    module: Any = v1_row_states
+    module.RowStates.processors = module.honest
 
 
 def test_rows_without_their_paths_are_caught(trees: Any) -> None:
@@ -198,6 +225,32 @@ def test_the_users_own_processors(plain: Any, trees: Any) -> None:
     before = counters(trees)
     ask(trees, given[:2])
     assert counters(trees)["spec_draft_tokens"] > before["spec_draft_tokens"]
+
+
+def how_many_made(worker: Any) -> int:
+    return Alternate.made
+
+
+def test_a_processor_is_made_once(plain: Any, trees: Any) -> None:
+    """Of vLLM's whole interface, beside one of its adapter, requests that use neither, one or both, and a rule. Found:
+    both made anew for each accepted depth of each step, also where nobody used them.
+    """
+    assert trees.collective_rpc(how_many_made) == [1]
+    given = [params(sampling, alternate=1) for sampling in SAMPLING] + [params(GREEDY), params(SEEDED)]
+    given += [
+        params(GREEDY, alternate=1, no_repeat=1),
+        params(GREEDY, no_repeat=1),
+        params(SEEDED, trie="titles"),
+    ]
+    actual = check_same(plain, trees, given)
+    for output in [*actual[:7], actual[9]]:  # the fourth has two answers
+        assert [token % 2 for token in output.token_ids] == [
+            place % 2 for place in range(len(output.token_ids))
+        ]
+    before = counters(trees)
+    ask(trees, given[:2])
+    assert counters(trees)["spec_accepted_tokens"] > before["spec_accepted_tokens"]
+    assert trees.collective_rpc(how_many_made) == [1]
 
 
 @pytest.mark.parametrize("extra_args", [{"trie": "nothing"}, {"trie": 4}])

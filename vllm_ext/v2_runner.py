@@ -25,6 +25,7 @@ from vllm_ext.v2_device_speculator import DeviceSpeculator
 from vllm_ext.v2_host_speculator import HostSpeculator
 from vllm_ext.v2_model_state import TreeState
 from vllm_ext.v2_penalties import TreeBadWords, TreePenalties
+from vllm_ext.v2_processors import AskedProcessor
 from vllm_ext.v2_rules import RuleProcessor
 from vllm_ext.v2_sampler import LearningSampler, TreeVerifier
 from vllm_ext.v2_speculator import TreeSpeculator
@@ -60,6 +61,11 @@ class SpeculativeRunner:
             (own,) = (each for each in self.sampler.logits_processors if type(each) is kind.__base__)
             own.__class__ = kind
             own.speculator = self.speculator
+        processors = self.sampler.logits_processors
+        processors[NUM_STOCK_PROCESSORS:] = [
+            each if isinstance(each, RuleProcessor) else AskedProcessor(each)
+            for each in processors[NUM_STOCK_PROCESSORS:]
+        ]
         self.rejection_sampler = TreeVerifier(
             self.sampler, runner.speculative_config, self.device, self.speculator
         )
@@ -130,15 +136,8 @@ class SpeculativeRunner:
 
     def _path_dependent(self, slot: int, params: Any) -> bool:
         """Whether what a request samples is made by code that takes its rows for a chain, and by the tokens in them."""
-        sampler = self.sampler
-        return bool(
-            params.thinking_token_budget is not None
-            or any(
-                processor.is_under(slot)
-                if isinstance(processor, RuleProcessor)
-                else sampler.needs_logits_processing[slot]  # of the user's own nobody knows
-                for processor in sampler.logits_processors[NUM_STOCK_PROCESSORS:]
-            )
+        return params.thinking_token_budget is not None or any(
+            processor.is_under(slot) for processor in self.sampler.logits_processors[NUM_STOCK_PROCESSORS:]
         )
 
     def sample(self, hidden_states: torch.Tensor, input_batch: Any, grammar_output: Any) -> Any:

@@ -19,6 +19,7 @@ import torch
 from vllm.config.model import PROCESSED_LOGPROBS_MODES
 from vllm.v1.worker.gpu.metrics.logits import get_num_nans
 from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
+from vllm.v1.worker.gpu.sample.logprob import compute_topk_scores
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler, get_max_chunk_logits
 
@@ -74,6 +75,7 @@ class TreeVerifier(RejectionSampler):  # type: ignore[misc]  # vLLM is untyped t
         self._row_start: Any = None  # int32 [requests + 1], on the host
         self._seq_lens = self._invalid = torch.empty(0)
         self._part: Any = None  # of the part verified last, what its rows' order is made of
+        self._num_token_ids = 0  # most logprob token ids that a request of the step asks for
 
     def __call__(
         self, logits: torch.Tensor, input_batch: Any, draft_logits: Any = None, invalid_drafts: Any = None
@@ -86,6 +88,8 @@ class TreeVerifier(RejectionSampler):  # type: ignore[misc]  # vLLM is untyped t
         self._row = self._request = 0
         self._row_start = input_batch.cu_num_logits_np
         self._seq_lens, self._invalid = input_batch.seq_lens, invalid_drafts
+        ids_state = sampler.logprob_token_ids_state
+        self._num_token_ids = ids_state.max_num_token_ids(input_batch.idx_mapping_np)
         self.walked = Walked.of_size(input_batch.num_reqs, len(ids), 1 + trees.num_nodes, ids.device)
         sampled, _, logprobs, masks = self._verify_in_chunks(
             logits,
@@ -212,7 +216,7 @@ class TreeVerifier(RejectionSampler):  # type: ignore[misc]  # vLLM is untyped t
                     processed[last] = torch.where(goes_on[:, None], ends, processed[last])
         follow(trees.counts.on_device)
 
-        self._part = row_start, offset, walked.path
+        self._part = row_start, row_slots, offset, walked.path
         if self._reads_processed:
             assert processed is not None
             processed = processed[self._order()]
@@ -220,15 +224,20 @@ class TreeVerifier(RejectionSampler):  # type: ignore[misc]  # vLLM is untyped t
 
     def _order(self) -> torch.Tensor:
         """int64 ``[rows]``: of the part verified last, its rows with each request's path first."""
-        row_start, offset, path = self._part
-        rows, own = row_start.diff(), torch.arange(len(offset), device=offset.device)
-        request = torch.repeat_interleave(
-            torch.arange(len(rows), device=own.device), rows, output_size=len(own)
-        )
-        order: torch.Tensor = (
-            own - offset + torch.minimum(path[request, offset.to(torch.int64)], rows[request] - 1)
+        row_start, _, offset, path = self._part
+        request = self._requests()
+        order: torch.Tensor = row_start[:-1][request].to(torch.int64) + torch.minimum(
+            path[request, offset.to(torch.int64)], row_start.diff()[request] - 1
         )
         return order
+
+    def _requests(self) -> torch.Tensor:
+        """int64 ``[rows]``: of the part verified last, whose each row is."""
+        row_start, _, offset, _ = self._part
+        rows = row_start.diff()
+        own = torch.arange(len(rows), device=rows.device)
+        request: torch.Tensor = torch.repeat_interleave(own, rows, output_size=len(offset))
+        return request
 
     @contextmanager
     def _along(self, rows: Any) -> Iterator[None]:
@@ -312,13 +321,37 @@ class TreeVerifier(RejectionSampler):  # type: ignore[misc]  # vLLM is untyped t
         return processed, sampled
 
     def _get_logprobs_tensors(
-        self, sampled: Any, num_sampled: Any, logits: torch.Tensor, *args: Any, **kwargs: Any
+        self,
+        sampled: torch.Tensor,
+        num_sampled: torch.Tensor,
+        logits: torch.Tensor,
+        row_start: torch.Tensor,
+        row_start_np: Any,
+        max_num_logprobs: int,
     ) -> Any:
-        """vLLM's, which takes the rows for a chain."""
-        max_num_logprobs = args[-1]
-        if max_num_logprobs >= 0 and not self._processed_logprobs:
+        """vLLM's, which takes the rows for a chain, and does not know of logprob token ids."""
+        if max_num_logprobs < 0 and not self._num_token_ids:
+            return None
+        if not self._processed_logprobs:
             logits = logits[self._order()]
-        return super()._get_logprobs_tensors(sampled, num_sampled, logits, *args, **kwargs)
+        if not self._num_token_ids:
+            return super()._get_logprobs_tensors(
+                sampled, num_sampled, logits, row_start, row_start_np, max_num_logprobs
+            )
+        _, row_slots, offset, _ = self._part
+        request, place = self._requests(), offset.to(torch.int64)
+        # Behind a path nobody reads: vLLM has zeros there.
+        tokens = torch.where(place < num_sampled[request], sampled[request, place], 0)
+        return compute_topk_scores(
+            logits,
+            max(0, max_num_logprobs),
+            tokens,
+            row_start_np.tolist(),
+            self.sampler.logprob_token_ids_state,
+            row_slots,
+            self._num_token_ids,
+            self.sampler.logprobs_mode in ("raw_logits", "processed_logits"),
+        )
 
     @property
     def _processed_logprobs(self) -> bool:

@@ -12,6 +12,7 @@ pytest.importorskip("vllm")
 
 import vllm.config.vllm as vllm_config_module
 from vllm.engine.arg_utils import EngineArgs
+from vllm.v1.executor import Executor as AnyExecutor
 
 from vllm_ext import compat, doctor, plugin, runners
 from vllm_ext.config import parse
@@ -46,7 +47,8 @@ def test_on_v2_a_method_is_the_one_that_drafts_on_the_device(
     assert config.speculative_config.method == plugin.DEVICE_METHOD
     assert config.speculative_config.model == plugin.DEVICE_DRAFTER
     assert config.parallel_config.worker_cls == plugin.V2_WORKER_CLASS
-    assert config.parallel_config.distributed_executor_backend != plugin.EXECUTOR_CLASS
+    assert config.parallel_config.distributed_executor_backend == plugin.LEAVING_EXECUTOR_CLASS
+    assert AnyExecutor.get_class(config).supports_async_scheduling()
     schedule = config.speculative_config.num_speculative_tokens_per_batch_size
     assert [level for *_, level in schedule] == [12, 6, 3, 0]
     assert config.scheduler_config.scheduler_cls == plugin.V2_SCHEDULER_CLASS
@@ -177,7 +179,7 @@ def test_the_doctor_says_which(with_triton: None, monkeypatch: pytest.MonkeyPatc
     assert "token_recycling" in found
     assert all(name in found for name in runners.ON_HOST)
     assert "waits for each step's tokens" in found
-    assert checks["runner V2"].status == "warn"
+    assert checks["runner V2"].status == "ok"
     assert checks["runner V1"].status == "ok"
     assert "layerskip" in checks["runner V1"].found
     monkeypatch.setattr(runners, "_has_triton", lambda: False)

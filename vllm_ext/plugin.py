@@ -33,6 +33,7 @@ V2_SCHEDULER_CLASS = "vllm_ext.v2_scheduler.BudgetScheduler"
 V2_ASYNC_SCHEDULER_CLASS = "vllm_ext.v2_scheduler.AsyncBudgetScheduler"
 V2_WORKER_CLASS = "vllm_ext.v2_worker.Worker"
 EXECUTOR_CLASS = "vllm_ext.v1_executor.Executor"
+LEAVING_EXECUTOR_CLASS = "vllm_ext.leaving_executor.LeavingExecutor"  # where nothing else of ours is in it
 SCHEDULER_CLASS = "vllm_ext.v1_scheduler.Scheduler"  # of methods that draft with a model
 # Of rules, where no method of ours runs.
 RULES_WORKER_CLASS = "vllm_ext.v1_worker.RulesWorker"
@@ -191,6 +192,9 @@ def _create_engine_config(original: Any, engine_args: Any, *args: Any, **kwargs:
         vllm_config.scheduler_config.scheduler_cls = (
             ENDING_ASYNC_SCHEDULER_CLASS if ahead else ENDING_SCHEDULER_CLASS
         )
+    parallel = vllm_config.parallel_config
+    if parallel.distributed_executor_backend == "mp" and "worker_cls" in rewritten:
+        parallel.distributed_executor_backend = LEAVING_EXECUTOR_CLASS
     from vllm.platforms import current_platform
 
     if missing := compilers.warning(vllm_config, current_platform.device_type):

@@ -2,22 +2,19 @@
 """vLLM's executor of worker processes, less one round trip a step: drafts come with the tokens they follow.
 
 vLLM asks the worker for them after each step, and waits for the answer. Named in ``distributed_executor_backend``,
-which takes classes, where that is vLLM's own ``mp``; with ``uni`` there is no process to ask. When it has shut down,
-its process ends at once (`leaving`).
+which takes classes, where that is vLLM's own ``mp``; with ``uni`` there is no process to ask.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from vllm.v1.executor.multiproc_executor import MultiprocExecutor
-
-from vllm_ext import leaving
+from vllm_ext.leaving_executor import LeavingExecutor
 
 DRAFTS = "vllm_ext_drafts"  # of a ModelRunnerOutput; set by `v1_runner`
 
 
-class Executor(MultiprocExecutor):  # type: ignore[misc]  # vLLM is untyped to us
+class Executor(LeavingExecutor):
     """Keeps the drafts that came with the last step's tokens."""
 
     _drafts: Any = None
@@ -27,16 +24,6 @@ class Executor(MultiprocExecutor):  # type: ignore[misc]  # vLLM is untyped to u
         output = super().sample_tokens(grammar_output, non_block)
         self._drafts = getattr(output, DRAFTS, None)
         return output
-
-    def _init_executor(self) -> None:
-        """vLLM's, in the engine's process."""
-        leaving.watch()
-        super()._init_executor()
-
-    def shutdown(self) -> None:
-        """vLLM's; it waits for the workers."""
-        super().shutdown()
-        leaving.may_leave()
 
     def take_draft_token_ids(self) -> Any:
         """Those that are there; else vLLM's question."""

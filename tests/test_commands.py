@@ -3,20 +3,25 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
+import re
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
+from rich.console import Console
 from typer.testing import CliRunner
 
 from vllm_ext import doctor, doctor_cli
 from vllm_ext.cli import app
 from vllm_ext.codecs.registry import CODECS
+from vllm_ext.console import _clock, progress_on
 from vllm_ext.doctor import Check
 from vllm_ext.proposers.registry import METHODS
 from vllm_ext.samplers.registry import RULES
@@ -70,6 +75,102 @@ def test_the_nearest_name_comes_first(command: str, name: str, near: str) -> Non
     assert f"'{name}'. Did you mean '{near}'? " in shown.output
     listed = shown.output.rpartition(": ")[2].strip().rstrip(".").split(", ")
     assert listed == list(LISTS[command])
+
+
+def pages(command: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    yield path, command
+    for name, below in getattr(command, "commands", {}).items():
+        yield from pages(below, (*path, name))
+
+
+PAGES = dict(pages(typer.main.get_command(app)))
+
+
+@pytest.mark.parametrize("path", PAGES, ids=" ".join)
+def test_a_help_page_has_all_of_its_text_in_80_columns(path: tuple[str, ...]) -> None:
+    shown = invoke(*path, "--help")
+    assert shown.exit_code == 0
+    assert invoke(*path, "-h").output == shown.output
+    assert longest(shown.output) <= COLUMNS
+    text = "".join(shown.output.split())
+    for parameter in PAGES[path].params:
+        written = getattr(parameter, "help", None) or ""
+        assert "".join(written.split()) in text, written
+    assert "".join((PAGES[path].help or "").split()) in text
+    assert not [line for line in shown.output.partition("Commands:")[2].splitlines() if line.endswith("...")]
+
+
+def test_there_are_pages_of_all_commands() -> None:
+    assert len(PAGES) >= 20
+    assert "[answers, longest]" in " ".join(invoke("trie", "build", "-h").output.split())
+
+
+def test_the_model_has_one_name() -> None:
+    of_models = re.compile("^(The|Your)? ?[Mm]odel\\b|^The model that is served")
+    for path, command in PAGES.items():
+        for parameter in command.params:
+            if (
+                of_models.match(getattr(parameter, "help", None) or "")
+                and "original" not in parameter.opts[0]
+            ):
+                assert parameter.opts[0] == "--model", path
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [
+        (["methods", "hybird"], 2),
+        (["bench", "--model", "M", "--prompts", "none", "--batch-size", "0"], 2),
+        (["report", "none.json", "--html", "a.html"], 2),
+        (["datastore", "build", "--model", "M", "--output", "a", "none"], 2),
+        (["datastore", "info", "none"], 1),
+        (["datastore", "merge", "none"], 2),
+        (["trie", "build", "--model", "M", "--output", "a", "none.txt"], 2),
+        (["trie", "info", "none"], 1),
+        (["kv", "report", "none", "--method", "kiwi"], 2),
+        (["kv", "page", "none", "--html", "a.html"], 2),
+        (["train", "draft", "--model", "/nowhere", "--output", "a"], 2),
+        (["train", "exits", "--model", "/nowhere", "--output", "a", "--exits", "4"], 2),
+        (["caad", "build", "none", "--model", "M", "--output", "a"], 2),
+        (["svdecode", "build", "none", "--model", "M", "--original", "N", "--output", "a"], 2),
+        (["schema", "none"], 2),
+        (["demo", "--method", "hybird"], 2),
+        (["demo", "--method", "{"], 2),
+        (["demo", "--prompts", "none"], 2),
+        (["doctor", "--vllm-files", "none"], 2),
+        (["nothing"], 2),
+    ],
+    ids=lambda value: " ".join(value[:2]) if isinstance(value, list) else "",
+)
+def test_exit_codes_are_alike(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, arguments: list[str], code: int
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    shown = invoke(*arguments)
+    assert shown.exit_code == code, shown.output
+    assert shown.exception is None or isinstance(shown.exception, SystemExit)
+    assert "rror" in shown.output
+
+
+def test_without_a_terminal_progress_is_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr("vllm_ext.console.time.monotonic", lambda: now[0])
+    seen = io.StringIO()
+    with progress_on(Console(file=seen, width=80)) as report:
+        for done in range(101):
+            now[0] = 3.0 * done
+            report("reading", done, 100)
+        report("reading", 100, 100)
+        report("sorting", 0, 10)
+    assert seen.getvalue().splitlines() == [
+        "reading: 0%, 0:00",
+        *(
+            f"reading: {share}%, {_clock(3 * share)}, {_clock(300 - 3 * share)} left"
+            for share in range(10, 100, 10)
+        ),
+        "reading: 100%, 5:00",
+        "sorting: 0%, 0:00",
+    ]
 
 
 CHECKS = [

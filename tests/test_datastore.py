@@ -697,7 +697,7 @@ def test_commands(tmp_path: Path, model: str) -> None:
     assert damaged.exit_code == 1
     assert f"{tokens.name} is damaged" in damaged.output
     refused = run("build", "--tokenizer", model, "--output", store, tmp_path / "nowhere")
-    assert refused.exit_code == 1
+    assert refused.exit_code == 2
     assert "does not exist" in refused.output
 
 

@@ -192,7 +192,7 @@ def test_page_command(tmp_path: Path) -> None:
     ):
         figures.write_text(text)
         result = invoke("kv", "page", figures, "--html", page)
-        assert result.exit_code == 1, result.output
+        assert result.exit_code == 2, result.output
         assert reason in " ".join(result.output.split())
 
 
@@ -210,5 +210,5 @@ def test_report_refuses_by_name(tmp_path: Path, options: list[str], reason: str)
     text = tmp_path / "text"
     text.write_text("words " * 100)
     result = invoke("kv", "report", text, *options)
-    assert result.exit_code == 1, result.output
+    assert result.exit_code == 2, result.output
     assert reason in " ".join(result.output.split())

@@ -108,7 +108,7 @@ def test_inputs_that_cannot_be_read(
     (tmp_path / name).write_text(content)
     out = tmp_path / "out.trie"
     done = run("trie", "build", "--tokenizer", slice_dir, "--output", out, tmp_path / name)
-    assert done.exit_code == 1
+    assert done.exit_code == 2
     assert says in done.output.replace("\n", ""), done.output
     assert not out.exists()
 
@@ -124,7 +124,7 @@ def test_inputs_that_cannot_be_read(
 def test_arrays_that_cannot_be_read(slice_dir: str, tmp_path: Path, array: np.ndarray, says: str) -> None:
     np.save(tmp_path / "in.npy", array)
     done = run("trie", "build", "--tokenizer", slice_dir, "--output", tmp_path / "out", tmp_path / "in.npy")
-    assert done.exit_code == 1
+    assert done.exit_code == 2
     assert says in done.output.replace("\n", ""), done.output
 
 

@@ -177,7 +177,7 @@ def test_the_doctor_reads_files(files: Files, tmp_path: Path) -> None:
     assert "more: vllm-ext doctor --verbose" in short.output
     assert len(short.output.splitlines()) < 50 < len(made.output.splitlines())
     empty = CliRunner().invoke(app, ["doctor", "--vllm-files", str(tmp_path)])
-    assert empty.exit_code == 1
+    assert empty.exit_code == 2
     assert "has no vllm/__init__.py" in empty.output
     whole = list(doctor.checks_of_files(Path(find_spec("vllm").origin).parents[1]))  # type: ignore[union-attr,arg-type]
     assert {check.status for check in whole} == {"ok"}

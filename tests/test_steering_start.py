@@ -172,6 +172,6 @@ def test_files_belong_to_the_model_they_were_made_with(
 
 def test_examples_without_answers_are_named(slice_dir: str, examples: Path, tmp_path: Path) -> None:
     done = run("caad", "build", examples, "--model", slice_dir, "--output", tmp_path / "a")
-    assert done.exit_code == 1
+    assert done.exit_code == 2
     assert "examples.jsonl:1: it has no text in 'answer'" in done.output.replace("\n", "")
     assert not (tmp_path / "a").exists()

@@ -195,8 +195,8 @@ def test_schemas_are_looked_at_from_the_command_line(tmp_path: Path) -> None:
         'as they are. Say "pattern": "^[ -~]{0,3}$", which is ASCII alone\n/whole.json: enforced whole\n'
     )
     code, said = run("none.json")
-    assert code == 1
-    assert said.startswith("error: Expecting property name")
+    assert code == 2
+    assert said.startswith("error: /none.json: no JSON (Expecting property name")
 
 
 def test_another_xgrammar_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,17 +22,23 @@ from vllm_ext.trie_cli import trie_app
 app = typer.Typer(
     name="vllm-ext",
     help="Lossless speculative decoding methods for an unmodified vLLM.",
+    epilog="Exit codes: 0: done; 1: what was looked at is not in order; 2: what was asked for could not be done.",
+    # Plain text: others take what stands in brackets for markup, and leave it out.
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-app.command("doctor")(doctor_command)
-app.command("methods")(methods)
-app.command("rules")(rules)
-app.command("demo")(demo_command)
-app.command("bench")(bench_command)
-app.command("report")(report_command)
-app.command("schema")(schema_command)
+app.command("doctor", short_help="Say whether the methods can run here, and what to do if not.")(
+    doctor_command
+)
+app.command("methods", short_help="List the methods; with NAME, the options of one.")(methods)
+app.command("rules", short_help="List the sampling rules; with NAME, the options of one.")(rules)
+app.command("demo", short_help="Run plain vLLM and a method side by side, on real servers.")(demo_command)
+app.command("bench", short_help="Compare methods with plain vLLM on your own prompts.")(bench_command)
+app.command("report", short_help="Make bench's page from saved figures.")(report_command)
+app.command("schema", short_help="Say whether JSON schemas are enforced whole.")(schema_command)
 app.add_typer(datastore_app, name="datastore")
 app.add_typer(train_app, name="train")
 app.add_typer(kv_app, name="kv")

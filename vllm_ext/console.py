@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import textwrap
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -24,6 +26,9 @@ from rich.progress import (
 
 if TYPE_CHECKING:
     from vllm_ext.datastore_files import Progress as Report
+
+
+SECONDS_BETWEEN_LINES = 30.0
 
 
 def say(console: Console, line: str) -> None:
@@ -51,9 +56,13 @@ def hide_vllm_log() -> None:
     logging.getLogger("vllm").setLevel(logging.ERROR)  # of what it says before it reads that
 
 
+# Exit codes of all commands: what was looked at is not in order; what was asked for could not be done.
+NOT_IN_ORDER, NOT_DONE = 1, 2
+
+
 @contextmanager
-def errors_of(console: Console) -> Iterator[None]:
-    """Exit 1 with the message of what a user can put right."""
+def errors_of(console: Console, code: int = NOT_DONE) -> Iterator[None]:
+    """Exit with ``code`` and the message of what a user can put right."""
     try:
         yield
     except ValueError as error:
@@ -64,12 +73,15 @@ def errors_of(console: Console) -> Iterator[None]:
         return
     # In a terminal words are kept whole; elsewhere an error is one line, to be searched for.
     console.print(f"[red]error:[/] {escape(problem)}", highlight=False, soft_wrap=not console.is_terminal)
-    raise typer.Exit(1)
+    raise typer.Exit(code)
 
 
 @contextmanager
 def progress_on(console: Console) -> Iterator[Report]:
-    """Bars with the time left, one for each name that is reported."""
+    """What tells how far work is, by name: bars in a terminal, elsewhere lines; both with the time left."""
+    if not console.is_terminal:
+        yield _lines(console)
+        return
     with Progress(
         TextColumn("{task.description}"),
         BarColumn(),
@@ -89,3 +101,29 @@ def progress_on(console: Console) -> Iterator[Report]:
             bar.update(tasks[what], completed=min(done, total), total=total)
 
         yield report
+
+
+def _lines(console: Console) -> Report:
+    """A line when work begins, and then every half minute, and when it ends."""
+    began: dict[str, float] = {}
+    said: dict[str, float] = {}
+
+    def report(what: str, done: int, total: int) -> None:
+        now = time.monotonic()
+        started = began.setdefault(what, now)
+        ended = done >= total
+        if (what in said and now - said[what] < SECONDS_BETWEEN_LINES and not ended) or said.get(
+            what
+        ) == math.inf:
+            return
+        said[what] = math.inf if ended else now
+        share = min(done / total, 1.0) if total else 1.0
+        spent = now - started
+        left = "" if ended or not done else f", {_clock(spent / share - spent)} left"
+        say(console, f"{what}: {share:.0%}, {_clock(spent)}{left}")
+
+    return report
+
+
+def _clock(seconds: float) -> str:
+    return f"{int(seconds) // 60}:{int(seconds) % 60:02}"

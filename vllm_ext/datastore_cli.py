@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from vllm_ext.console import errors_of, progress_on, say
+from vllm_ext.console import NOT_IN_ORDER, errors_of, progress_on, say
 
 if TYPE_CHECKING:
     from vllm_ext.proposers.datastore import Header
@@ -40,7 +40,9 @@ def build_command(
     tokenizer: Annotated[
         str | None,
         typer.Option(
-            help="The model: folder or Hugging Face id. With --append: the store's own unless given."
+            "--model",
+            "--tokenizer",
+            help="The model: folder or Hugging Face id. With --append: the store's own unless given.",
         ),
     ] = None,
     field: Annotated[
@@ -68,7 +70,7 @@ def build_command(
     say(console, f"serve with: --speculative-config '{config}'")
 
 
-@datastore_app.command("info")
+@datastore_app.command("info", short_help="Print what a datastore holds, and whether it can be used.")
 def info_command(
     folder: Annotated[Path, typer.Argument(help="Folder of a datastore.")],
     verify: Annotated[
@@ -79,7 +81,7 @@ def info_command(
     from vllm_ext.proposers import datastore
 
     console = Console()
-    with errors_of(Console(stderr=True)):
+    with errors_of(Console(stderr=True), NOT_IN_ORDER):
         header = datastore.verify(folder, checksums=verify)
     table = Table("segment", "documents", "tokens", "bytes")
     for segment in header.segments:

@@ -3,17 +3,21 @@
 
 from __future__ import annotations
 
+import json
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console, Group
 from rich.live import Live
+from rich.markup import escape
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
+
+from vllm_ext.console import errors_of
 
 if TYPE_CHECKING:
     from vllm_ext.demo import Answer, Server
@@ -62,17 +66,19 @@ def demo_command(
     Prints each server's decode speed, its tokens per engine step (from /metrics) and whether the outputs are
     identical; exits 1 when they are not.
     """
-    import json
     import shlex
 
     from vllm_ext import demo, demo_model
     from vllm_ext.local_server import wait_until_ready
 
     console = Console()
-    config = json.loads(method) if method.startswith("{") else {"method": method}
-    questions = (
-        [line for line in prompts.read_text().splitlines() if line.strip()] if prompts else [*demo.PROMPTS]
-    )
+    with errors_of(Console(stderr=True)):
+        config = _method(method)
+        questions = [*demo.PROMPTS]
+        if prompts is not None:
+            questions = [line for line in prompts.read_text(encoding="utf-8").splitlines() if line.strip()]
+            if not questions:
+                raise ValueError(f"--prompts={prompts} holds no prompt; give a text file with one a line.")
     try:
         folder = model or str(demo_model.ensure_model())
         with ExitStack() as stack:
@@ -89,10 +95,38 @@ def demo_command(
             _answer(console, columns, questions, max_tokens)
             identical = _summary(console, columns)
     except RuntimeError as error:
-        console.print(f"[red]{error}", highlight=False)
+        console.print(f"[red]error:[/] {escape(str(error))}", highlight=False)
         raise typer.Exit(1) from None
     if identical < len(questions):
         raise typer.Exit(1)
+
+
+def _method(given: str) -> dict[str, Any]:
+    """Of the second server.
+
+    Raises:
+        ValueError: it is none.
+    """
+    from vllm_ext import config
+
+    if not given.lstrip().startswith("{"):
+        found: dict[str, Any] = {"method": given}
+    else:
+        try:
+            found = json.loads(given)
+        except ValueError as error:
+            raise ValueError(
+                f"--method={given[:200]!r} is not JSON ({error}); allowed: a name, or an object with a method."
+            ) from None
+    if config.is_ours(found):
+        config.parse(found)
+    else:
+        config.check_known(found)
+    if not found.get("method"):
+        raise ValueError(
+            f"--method={given[:200]!r} names no method; allowed: a name, or an object with a method."
+        )
+    return found
 
 
 def _answer(console: Console, columns: list[_Column], questions: list[str], max_tokens: int) -> None:

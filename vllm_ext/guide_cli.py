@@ -56,7 +56,7 @@ def build_caad(
     _say_how(console, "caad", output)
 
 
-@svdecode_app.command("build")
+@svdecode_app.command("build", short_help="Make a direction for rule svdecode.")
 def build_svdecode(
     examples: Examples,
     model: Model,

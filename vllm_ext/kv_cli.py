@@ -18,10 +18,10 @@ from vllm_ext.list_cli import kv_methods
 kv_app = typer.Typer(help="KV caches that hold more tokens in the same memory.", no_args_is_help=True)
 
 
-kv_app.command("methods")(kv_methods)
+kv_app.command("methods", short_help="List the methods; with NAME, the options of one.")(kv_methods)
 
 
-@kv_app.command("report")
+@kv_app.command("report", short_help="Measure room, quality and speed beside vLLM's own cache.")
 def report_command(
     text: Annotated[Path, typer.Argument(metavar="TEXT", help="Any text of a few thousand words, as UTF-8.")],
     method: Annotated[

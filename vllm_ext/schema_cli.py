@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 
-from vllm_ext.console import errors_of, say
+from vllm_ext.console import NOT_IN_ORDER, errors_of, say
 
 
 def schema_command(
@@ -26,11 +26,18 @@ def schema_command(
     console, in_part = Console(), 0
     for file in files:
         with errors_of(console):
-            problem = first_problem(json.loads(file.read_text(encoding="utf-8")))
+            problem = first_problem(_read(file))
         if problem is None:
             say(console, f"{file}: enforced whole")
         else:
             in_part += 1
             say(console, f"{file}: in part: {problem}{f'. {problem.instead}' if problem.instead else ''}")
     if in_part:
-        raise typer.Exit(1)
+        raise typer.Exit(NOT_IN_ORDER)
+
+
+def _read(file: Path) -> Any:
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{file}: no JSON ({error}); give files with a schema in each.") from None

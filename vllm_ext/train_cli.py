@@ -39,9 +39,11 @@ Device = Annotated[str, typer.Option(help="cpu or cuda; auto: cuda where there i
 Seed = Annotated[int, typer.Option(min=0)]
 
 
-@train_app.command("draft")
+@train_app.command("draft", short_help="Distil a small draft model from the target's answers.")
 def draft_command(
-    target: Annotated[str, typer.Option(help="The model to draft for: folder or Hugging Face id.")],
+    target: Annotated[
+        str, typer.Option("--model", "--target", help="The model to draft for: folder or Hugging Face id.")
+    ],
     output: Annotated[
         Path, typer.Option(help="Folder of the draft model. Its `work` holds answers and checkpoint.")
     ],
@@ -165,9 +167,9 @@ def draft_command(
     say(console, f"serve with: --speculative-config '{config}'")
 
 
-@train_app.command("exits")
+@train_app.command("exits", short_help="Train heads of early exits, for layerskip and del.")
 def exits_command(
-    target: Annotated[str, typer.Option(help="The model: folder or Hugging Face id.")],
+    target: Annotated[str, typer.Option("--model", "--target", help="The model: folder or Hugging Face id.")],
     output: Annotated[
         Path, typer.Option(help="File of the heads (.safetensors). The folder OUTPUT.work holds answers.")
     ],

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from vllm_ext.console import errors_of, progress_on, say
+from vllm_ext.console import NOT_IN_ORDER, errors_of, progress_on, say
 
 if TYPE_CHECKING:
     from vllm_ext.kernels.trie import Trie
@@ -30,7 +30,9 @@ def build_command(
             "ids, integers of shape [answers, longest], -1 behind the end of shorter ones.",
         ),
     ],
-    tokenizer: Annotated[str, typer.Option(help="The model: folder or Hugging Face id.")],
+    tokenizer: Annotated[
+        str, typer.Option("--model", "--tokenizer", help="The model: folder or Hugging Face id.")
+    ],
     output: Annotated[Path, typer.Option(help="The file to make; one that is there is replaced at the end.")],
     field: Annotated[str, typer.Option(help="Of .jsonl records.")] = "text",
     prefix: Annotated[
@@ -54,13 +56,13 @@ def build_command(
     say(console, f'ask with: "vllm_xargs": {{"trie": "{output.stem}"}}')
 
 
-@trie_app.command("info")
+@trie_app.command("info", short_help="Print what a closed set holds, and whether it can be used.")
 def info_command(file: Annotated[Path, typer.Argument(help="File of a closed set.")]) -> None:
     """Print what a closed set holds; exit 1, with the way out, when it cannot be used."""
     from vllm_ext.samplers import trie_file
 
     console = Console()
-    with errors_of(Console(stderr=True)):
+    with errors_of(Console(stderr=True), NOT_IN_ORDER):
         try:
             made, header = trie_file.verify(file)
         except ValueError as error:

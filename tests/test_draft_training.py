@@ -6,6 +6,9 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import os
+import re
+import stat
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,6 +27,7 @@ from vllm_ext.draft_data import Answer
 from vllm_ext.draft_training import (
     CHECKPOINT,
     Batches,
+    Estimate,
     Recipe,
     Shape,
     candidates,
@@ -193,6 +197,58 @@ def test_a_draft_begins_as_one_thing(target: Path, tmp_path: Path) -> None:
         result = CliRunner().invoke(train_cli.train_app, arguments + given)
         assert result.exit_code != 0
         assert message in " ".join(result.output.split())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ["exits", "--exits", "4,40"],
+            r"--exits=4,40 is not allowed; allowed for \S+: 1 to \d+, and not.* 40",
+        ),
+        (["exits", "--exits", "0"], r"--exits=0 is not allowed"),
+        (
+            ["draft", "--layers", "0,99"],
+            r"--layers=0,99 is not allowed; allowed for \S+: 0 to \d+, and not 99",
+        ),
+    ],
+)
+def test_layers_that_there_are_not_are_refused_at_once(
+    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], message: str
+) -> None:
+    monkeypatch.setattr(draft_data, "generate", lambda *_: pytest.fail("the target answers"))
+    common = ["--model", str(target), "--output", str(tmp_path / "out"), "--own-prompts", "4"]
+    result = CliRunner().invoke(train_cli.train_app, arguments + common)
+    assert result.exit_code == 2, result.output
+    assert re.search(message, " ".join(result.output.split()))
+    assert list(tmp_path.iterdir()) == []
+
+
+def estimated(greedy: float, chain: float) -> Estimate:
+    return Estimate(greedy, greedy, greedy, chain)
+
+
+def test_a_draft_that_nothing_is_accepted_of_is_not_to_be_served() -> None:
+    said = train_cli._not_to_be_served
+    assert said(estimated(0.3, 1.5), estimated(0.4, 1.6)) is None
+    short = said(estimated(0.02, 1.02), estimated(0.03, 1.03))
+    assert short is not None
+    assert short.startswith("do not serve this: 1.02 tokens a step")
+    assert "Raise --minutes" in short
+    by_heart = said(estimated(0.05, 1.05), estimated(0.6, 2.0))
+    assert by_heart is not None
+    assert "Raise more prompts: --own-prompts" in by_heart
+
+
+def test_answers_are_for_this_user_alone(tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        draft_data.write(tmp_path / "0.npz", answers(3))
+        draft_data.write(tmp_path / "0.npz", answers(4))
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((tmp_path / "0.npz").stat().st_mode) == 0o600
+    assert len(draft_data.load(tmp_path)) == 4
 
 
 def test_batches_have_every_answer_once(target: Path) -> None:

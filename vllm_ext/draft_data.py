@@ -14,7 +14,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
@@ -74,7 +74,7 @@ def generate(
         engine_options: of vLLM's ``LLM``.
         report: progress in chats.
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     written = folder / OWN_PROMPTS
     total = len(chats) + own_prompts
     missing = [start for start in range(0, total, SHARD) if not shard_file(folder, start).exists()]
@@ -148,7 +148,8 @@ def _write_prompts(llm: Any, count: int, file: Path, report: Progress) -> None:
             )
         report("prompts", min(len(found), count), count)
     part = file.with_suffix(".part")
-    part.write_text("".join(json.dumps(text) + "\n" for text in list(found)[:count]))
+    with _private(part) as stream:
+        stream.write("".join(json.dumps(text) + "\n" for text in list(found)[:count]).encode())
     os.replace(part, file)
 
 
@@ -172,13 +173,13 @@ def _answer(output: Any, top_k: int) -> Answer:
 
 
 def write(file: Path, answers: Sequence[Answer]) -> None:
-    """A shard, complete or not at all.
+    """A shard, complete or not at all, for this user alone.
 
     Raises:
         OSError: it cannot be written.
     """
     part = file.with_suffix(".part")
-    with part.open("wb") as stream:
+    with _private(part) as stream:
         np.savez_compressed(
             stream,
             tokens=np.concatenate([answer.tokens for answer in answers]),
@@ -188,6 +189,12 @@ def write(file: Path, answers: Sequence[Answer]) -> None:
             top_logp=np.concatenate([answer.top_logp for answer in answers]),
         )
     os.replace(part, file)
+
+
+def _private(file: Path) -> BinaryIO:
+    """Open a new file that this user alone can read: what is written there are prompts and answers."""
+    file.unlink(missing_ok=True)
+    return os.fdopen(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb")
 
 
 def load(folder: Path) -> list[Answer]:

@@ -5,13 +5,17 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 
 from vllm_ext.console import errors_of, progress_on, say
+
+if TYPE_CHECKING:
+    from vllm_ext.draft_training import Estimate
 
 train_app = typer.Typer(help="Train what drafts.", no_args_is_help=True)
 
@@ -37,6 +41,11 @@ Dtype = Annotated[
 ]
 Device = Annotated[str, typer.Option(help="cpu or cuda; auto: cuda where there is one.")]
 Seed = Annotated[int, typer.Option(min=0)]
+Verbose = Annotated[bool, typer.Option("--verbose", help="Show vLLM's log.")]
+
+# Below these a draft's passes cost more than its tokens bring, on any target that is worth a draft.
+LEAST_ACCEPTED, LEAST_CHAIN = 0.1, 1.15
+LEARNT_BY_HEART = 2.0  # times better on what it learnt from
 
 
 @train_app.command("draft", short_help="Distil a small draft model from the target's answers.")
@@ -86,6 +95,7 @@ def draft_command(
     dtype: Dtype = "auto",
     device: Device = "auto",
     seed: Seed = 0,
+    verbose: Verbose = False,
 ) -> None:
     """Distil a small Llama from the target's answers; run again, it goes on where it was interrupted."""
     console, errors = Console(), Console(stderr=True)
@@ -115,6 +125,8 @@ def draft_command(
             )
         kept = None if layers is None else _numbers("--layers", layers)
         folder = snapshot(target)
+        if kept is not None:
+            _check_layers("--layers", kept, folder, 0, _num_layers(folder) - 1)
         of_layers = kept is not None or (start is not None and has_embeddings_of(start, folder))
         usual = OF_LAYERS if of_layers else Recipe()
         source = _Source(folder, prompts, answers, own_prompts, samples, max_tokens, top_k)
@@ -137,7 +149,9 @@ def draft_command(
         )
         started = time.perf_counter()
         with progress_on(errors) as report:
-            given, each = source.answers(work, {"max_num_seqs": max_num_seqs, "dtype": dtype}, report)
+            given, each = source.answers(
+                work, {"max_num_seqs": max_num_seqs, "dtype": dtype}, report, verbose
+            )
             learnt, held_out = split(given, each, recipe)
             tokens = sum(len(answer.top_ids) for answer in learnt)
             if start is not None:
@@ -163,8 +177,32 @@ def draft_command(
         f"learnt from; {found.on_greedy_answers:.3f} on greedy answers held out); {found.chain_of_4:.2f} tokens a step "
         f"with four drafts in a row; {(time.perf_counter() - started) / 60:.0f} minutes in all",
     )
+    if warning := _not_to_be_served(found, seen):
+        say(console, warning)
+        return
     config = json.dumps({"method": "dyspec", "model": str(output.resolve())})
     say(console, f"serve with: --speculative-config '{config}'")
+
+
+def _not_to_be_served(found: Estimate, seen: Estimate) -> str | None:
+    """What is to be said of a draft that would slow its target down; None of one that may pay.
+
+    Args:
+        found: on answers held out.
+        seen: on as many that it learnt from.
+    """
+    if found.chain_of_4 >= LEAST_CHAIN and found.greedy_acceptance >= LEAST_ACCEPTED:
+        return None
+    by_heart = seen.greedy_acceptance > LEARNT_BY_HEART * max(found.greedy_acceptance, 0.01)
+    raise_what = (
+        "more prompts: --own-prompts 1600 has the target write them, or give more --prompts"
+        if by_heart and seen.greedy_acceptance >= LEAST_ACCEPTED
+        else "--minutes first, then --own-prompts; --layers, the target's own, learn from far fewer tokens"
+    )
+    return (
+        f"do not serve this: {found.chain_of_4:.2f} tokens a step cost more than they bring, and answers would come "
+        f"slower than without it. Raise {raise_what}. Run again, it goes on from here"
+    )
 
 
 @train_app.command("exits", short_help="Train heads of early exits, for layerskip and del.")
@@ -190,6 +228,7 @@ def exits_command(
     dtype: Dtype = "auto",
     device: Device = "auto",
     seed: Seed = 0,
+    verbose: Verbose = False,
 ) -> None:
     """Train heads of early exits, for the methods layerskip and del, by the model's own answers."""
     console, errors = Console(), Console(stderr=True)
@@ -201,13 +240,16 @@ def exits_command(
 
         folder = snapshot(target)
         numbers = _numbers("--exits", exits)
+        _check_layers("--exits", numbers, folder, 1, _num_layers(folder) - 1)
         source = _Source(folder, prompts, answers, own_prompts, samples, max_tokens, top_k)
         work = output.with_name(output.name + ".work")
         _same_settings(work, source.settings())
         started = time.perf_counter()
         heads, rows = {}, []
         with progress_on(errors) as report:
-            given, each = source.answers(work, {"max_num_seqs": max_num_seqs, "dtype": dtype}, report)
+            given, each = source.answers(
+                work, {"max_num_seqs": max_num_seqs, "dtype": dtype}, report, verbose
+            )
             learnt, held_out = split(given, each, Recipe(seed=seed))
             model = _causal_model(folder, _device(device), dtype)
             of = features(model, shuffled(learnt, seed), numbers, tokens, report)
@@ -232,6 +274,27 @@ def exits_command(
     say(console, f"{(time.perf_counter() - started) / 60:.0f} minutes in all")
     config = json.dumps({"method": "layerskip", "exit_layer": numbers[0], "heads": str(output.resolve())})
     say(console, f"serve with: --speculative-config '{config}'")
+
+
+def _num_layers(folder: Path) -> int:
+    """Of the target."""
+    from transformers import AutoConfig
+
+    return int(AutoConfig.from_pretrained(folder).get_text_config().num_hidden_layers)
+
+
+def _check_layers(option: str, numbers: Sequence[int], folder: Path, least: int, most: int) -> None:
+    """Refuse layers that the target does not have, before it is loaded.
+
+    Raises:
+        ValueError: naming the option.
+    """
+    if wrong := [number for number in numbers if not least <= number <= most]:
+        given = ",".join(map(str, numbers))
+        raise ValueError(
+            f"{option}={given} is not allowed; allowed for {folder}: {least} to {most}, and not "
+            f"{', '.join(map(str, wrong))}"
+        )
 
 
 def _numbers(option: str, given: str) -> list[int]:
@@ -295,13 +358,17 @@ class _Source:
         kept = [str(given) for given in self._kept]
         return {"target": str(self._folder), "chats": len(self._chats), "answers": kept, **self._asked}
 
-    def answers(self, work: Path, options: dict[str, Any], report: Any) -> tuple[list[Any], int]:
+    def answers(
+        self, work: Path, options: dict[str, Any], report: Any, verbose: bool
+    ) -> tuple[list[Any], int]:
         """The answers, and how many of them in a row belong to one prompt."""
+        from vllm_ext.bench import set_environment
         from vllm_ext.draft_data import generate, load
 
         if self._kept:
             return [answer for kept in self._kept for answer in load(kept)], 1
         asked = self._asked
+        set_environment(verbose)
         generate(
             str(self._folder),
             self._chats,
@@ -310,7 +377,7 @@ class _Source:
             asked["samples"],
             asked["max_tokens"],
             asked["top_k"],
-            {**options, "enforce_eager": True},
+            {**options, "enforce_eager": True, "use_tqdm_on_load": verbose},
             report,
         )
         return load(work / "answers"), asked["samples"]
@@ -318,7 +385,7 @@ class _Source:
 
 def _same_settings(work: Path, settings: dict[str, Any]) -> None:
     """Refuse to go on with what other settings began."""
-    work.mkdir(parents=True, exist_ok=True)
+    work.mkdir(mode=0o700, parents=True, exist_ok=True)
     file = work / SETTINGS
     if not file.exists():
         file.write_text(json.dumps(settings, indent=1))

@@ -305,7 +305,7 @@ def test_answers_in_the_place_of_prompts(target: Path, tmp_path: Path) -> None:
         draft_data.write(draft_data.shard_file(tmp_path / str(number), 0), answers(3))
     folders = [tmp_path / "0", tmp_path / "1"]
     source = train_cli._Source(target, None, folders, own_prompts=0, samples=2, max_tokens=9, top_k=TOP_K)
-    kept, each = source.answers(tmp_path, {}, nothing)
+    kept, each = source.answers(tmp_path, {}, nothing, verbose=False)
     assert (len(kept), each) == (6, 1)
     assert source.settings()["answers"] == [str(folder) for folder in folders]
     for prompts, given, own in ((None, None, 0), (["x.jsonl"], folders, 0), (None, folders, 5)):

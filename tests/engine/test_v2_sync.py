@@ -238,7 +238,7 @@ KNOWN = {
     "HostSpeculator._wait",  # the one wait there is
     "HostSpeculator._unpacked",  # numpy: what has arrived on the host
     "_Arriving.is_here",  # an event's answer
-    "SpeculativeRunner._path_dependent",  # numpy arrays of vLLM's
+    "TreeVerifier._get_logprobs_tensors",  # numpy: row_start_np
     "TreeState.prepare_attn",  # numpy: query_start_loc_np
     "_trees",  # numpy
     "_behind",  # numpy

@@ -112,7 +112,7 @@ def test_method_and_options_are_logged_once(server: demo.Server) -> None:
     assert len(ready) == 1
     assert "token_recycling drafts trees of up to 4 tokens (budget goodput)" in ready[0]
     assert "8.5 MB of host memory" in ready[0]
-    assert "To switch off: leave out --speculative-config." in ready[0]
+    assert 'To switch off: leave out --speculative-config and "vllm_ext" in --additional-config.' in ready[0]
     assert "docs/usage.md" in ready[0]
     # Of vLLM's warnings none that our worker makes untrue.
     for untrue in ("min_p and logit_bias", "custom scheduler class", "custom class-based proposer"):

@@ -226,6 +226,22 @@ def test_a_worker_that_ends_removes_its_file_and_who_reads_it_reads_on(vllm_conf
     assert server.take() == {"state_saves": 1}
 
 
+def test_rules_that_learn_count_what_they_keep_without_a_method(vllm_config: Any) -> None:
+    vllm_config.additional_config = {"vllm_ext": {"rules": {"asap": {}}}}
+    worker = metrics.worker_counts(vllm_config)
+    worker.add({"state_set_aside": 1})
+    server = metrics.StatLogger(vllm_config, 0)
+    server.log_engine_initialized()
+    assert exported(vllm_config, "state_set_aside_total", method="none") == 1
+    assert exported(vllm_config, "state_saves_total", method="none") == 0
+    assert exported(vllm_config, "spec_steps_total", method="none") is None
+    assert exported(vllm_config, "spec_budget_gain", method="none") is None
+    names = {metric.name for metric in metrics.snapshot(vllm_config)}
+    assert names == {f"vllm_ext:{name}" for name in counter_file.DOCUMENTATION if name.startswith("state_")}
+    vllm_config.additional_config = {"vllm_ext": {"rules": {"rpg": {}}}}
+    assert metrics.snapshot(vllm_config) == []
+
+
 def test_not_asked_for_is_no_work() -> None:
     server = metrics.StatLogger(SimpleNamespace(additional_config={}), 0)
     server.log_engine_initialized()

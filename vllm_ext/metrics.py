@@ -20,11 +20,12 @@ from vllm.logger import init_logger
 from vllm.v1.metrics import reader
 from vllm.v1.metrics.loggers import StatLoggerBase
 
-from vllm_ext import config, counter_file
+from vllm_ext import config, counter_file, rules
 from vllm_ext.counter_file import COUNTERS, DOCUMENTATION, GAUGES, ServerCounts, WorkerCounts
 
 logger = init_logger("vllm.vllm_ext")
 
+NO_METHOD = "none"  # the label of servers whose rules learn, without a method of ours
 IDLE_SECONDS = 2.0  # between looks at the counters of an engine that does nothing
 
 
@@ -56,11 +57,11 @@ def snapshot(vllm_config: Any) -> list[Any]:
     Args:
         vllm_config: the engine's.
     """
-    settings = config.from_vllm_config(vllm_config)
-    if settings is None:
+    method = _method(vllm_config)
+    if method is None:
         return []
     index = vllm_config.parallel_config.data_parallel_index
-    labels = _labels(vllm_config, index, settings.method)
+    labels = _labels(vllm_config, index, method)
     try:
         counts = ServerCounts(counter_path(vllm_config, index))
     except OSError as error:
@@ -71,13 +72,31 @@ def snapshot(vllm_config: Any) -> list[Any]:
     finally:
         counts.close()
     found: list[Any] = []
+    shown = _shown(method)
     for name, value in totals.items():
+        if name not in shown:
+            continue
         name, _, reason = name.partition(":")
         found.append(
             reader.Counter(f"vllm_ext:{name}", {**labels, **({"reason": reason} if reason else {})}, value)
         )
-    found += [reader.Gauge(f"vllm_ext:{name}", labels, value) for name, value in gauges.items()]
+    if method != NO_METHOD:
+        found += [reader.Gauge(f"vllm_ext:{name}", labels, value) for name, value in gauges.items()]
     return found
+
+
+def _method(vllm_config: Any) -> str | None:
+    """What the label of that name says; None where nothing counts."""
+    settings = config.from_vllm_config(vllm_config)
+    if settings is not None:
+        return settings.method
+    ruled = rules.of_vllm_config(vllm_config)
+    return NO_METHOD if ruled is not None and ruled.learns else None
+
+
+def _shown(method: str) -> tuple[str, ...]:
+    """The counters that there are: without a method those of what rules keep."""
+    return tuple(name for name in COUNTERS if method != NO_METHOD or name.startswith("state_"))
 
 
 def _labels(vllm_config: Any, engine_index: int, method: str) -> dict[str, str]:
@@ -92,12 +111,12 @@ class StatLogger(StatLoggerBase):  # type: ignore[misc]  # vLLM is untyped to us
     """vLLM calls ``record`` in the API server after every step of an engine."""
 
     def __init__(self, vllm_config: Any, engine_index: int = 0) -> None:
-        settings = config.from_vllm_config(vllm_config)
-        self._active = settings is not None
-        if settings is None:
+        method = _method(vllm_config)
+        self._active = method is not None
+        if method is None:
             return
-        self._config, self._index = vllm_config, engine_index
-        self._labels = _labels(vllm_config, engine_index, settings.method)
+        self._config, self._index, self._method = vllm_config, engine_index, method
+        self._labels = _labels(vllm_config, engine_index, method)
         self._file: ServerCounts | None = None
 
     def log_engine_initialized(self) -> None:
@@ -125,7 +144,7 @@ class StatLogger(StatLoggerBase):  # type: ignore[misc]  # vLLM is untyped to us
         try:
             if self._file is None:
                 self._file = ServerCounts(counter_path(self._config, self._index))
-                self._export(dict.fromkeys(COUNTERS, 0))
+                self._export(dict.fromkeys(_shown(self._method), 0))
                 self._show(dict.fromkeys(GAUGES, 0.0))
             if new := self._file.take():
                 self._export(new)
@@ -143,7 +162,7 @@ class StatLogger(StatLoggerBase):  # type: ignore[misc]  # vLLM is untyped to us
             _prometheus_counter(name, tuple(labels)).labels(**labels).inc(amount)
 
     def _show(self, values: dict[str, float]) -> None:
-        for name, value in values.items():
+        for name, value in values.items() if self._method != NO_METHOD else ():
             _prometheus_gauge(name, tuple(self._labels)).labels(**self._labels).set(value)
 
 

@@ -166,7 +166,6 @@ def _create_engine_config(original: Any, engine_args: Any, *args: Any, **kwargs:
     if settings is not None and choice is not None:
         _check_method(vllm_config, settings, choice)
         patches.allow_all_sampling_parameters(DRAFTER_CLASS, DEVICE_DRAFTER)
-        patches.show_counters()
         # Not before: vLLM chooses one itself, and knows its own by name while it does.
         if choice.runner == "V1" and vllm_config.parallel_config.distributed_executor_backend == "mp":
             vllm_config.parallel_config.distributed_executor_backend = EXECUTOR_CLASS
@@ -181,12 +180,14 @@ def _create_engine_config(original: Any, engine_args: Any, *args: Any, **kwargs:
                 vllm_config.parallel_config.data_parallel_size,
                 settings.options.num_speculative_tokens,
             )
-        # Our counters are a file named after the instance; vLLM's own five hex digits could meet on a busy host.
-        vllm_config.instance_id = uuid.uuid4().hex
         logger.info("vllm-ext %s: speculative method %s", __version__, settings)
         logger.info("vllm-ext: model runner %s: %s", choice.runner, choice.reason)
         if choice.runner == "V2" and not runners.is_on_device(settings):
             logger.info("vllm-ext: %s: %s", settings.method, runners.WAITS)
+    if settings is not None or (ruled is not None and ruled.learns):
+        # Our counters are a file named after the instance; vLLM's own five hex digits could meet on a busy host.
+        vllm_config.instance_id = uuid.uuid4().hex
+        patches.show_counters()
     if ruled is not None and vllm_config.scheduler_config.scheduler_cls is None:
         ahead = vllm_config.scheduler_config.async_scheduling
         vllm_config.scheduler_config.scheduler_cls = (

@@ -73,7 +73,7 @@ class Drafter:
             settings.method,
             settings.options,
             settings.own_options,
-            lambda counter: self._count({counter: 1}),
+            self.count,
         )
         self._sampling: dict[str, Sampling] = {}  # by request id; its keys are the requests started
         self._top: tuple[Int32, Float32] | None = None  # of this step's rows, from `tap` to `step`
@@ -353,6 +353,10 @@ class Drafter:
                 self._export.finish(request_id)
             if self.budget is not None:
                 self.budget.finish(request_id)
+
+    def count(self, counter: str) -> None:
+        """Add one to a counter, where this rank counts."""
+        self._count({counter: 1})
 
     def counters(self) -> dict[str, int]:
         """Totals by counter name; empty where another rank counts."""

@@ -202,8 +202,13 @@ def take_faults(processors: Any, names: Sequence[str]) -> dict[str, tuple[int, s
     }
 
 
-def remember(vllm_config: Any) -> list[Memory]:
-    """Let rules that learn take over what was saved, and save them from now on; close what is given."""
+def remember(vllm_config: Any, count: Callable[[str], None]) -> list[Memory]:
+    """Let rules that learn take over what was saved, and save them from now on; close what is given.
+
+    Args:
+        vllm_config: the engine's.
+        count: adds one to a counter.
+    """
     settings = rules.of_vllm_config(vllm_config)
     if settings is None:
         return []
@@ -212,7 +217,7 @@ def remember(vllm_config: Any) -> list[Memory]:
     for name, rule in loaded.items():
         if isinstance(rule, LearningRule):
             options = settings.options[name]
-            memory = Memory(vllm_config, name, options, {}, lambda counter: None)
+            memory = Memory(vllm_config, name, options, {}, count)
             memory.restore(rule, lambda rule=rule: rule)  # type: ignore[misc]
             rule.lock, rule.touch = memory.lock, memory.touch
             memories.append(memory)

@@ -5,7 +5,7 @@ besides, and with our runner too.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from vllm.logger import init_logger
@@ -17,6 +17,7 @@ from vllm_ext import (
     kv_cache,
     leaving,
     linear_layers,
+    metrics,
     patches,
     rule_faults,
     rules,
@@ -27,6 +28,7 @@ from vllm_ext import (
     v1_runner,
     v1_scheduler,
 )
+from vllm_ext.counter_file import WorkerCounts
 from vllm_ext.startup_log import MIN_P, Started, without
 from vllm_ext.v1_drafter import Drafter
 from vllm_ext.v1_memory import Memory
@@ -90,6 +92,7 @@ class RulesWorker(KVWorker):
     """Named in ``worker_cls`` where there are rules: one may report, learn, read more than logits, or fail."""
 
     _memories: Sequence[Memory] = ()
+    _counts: WorkerCounts | None = None  # without a method of ours, of the first rank
     _reports = False
 
     def init_device(self) -> None:
@@ -100,12 +103,23 @@ class RulesWorker(KVWorker):
     def load_model(self, *args: Any, **kwargs: Any) -> Any:
         """vLLM's; then rules take over what they had learnt, and what they read is made."""
         result = super().load_model(*args, **kwargs)
-        self._memories = v1_rules.remember(self.vllm_config)
         settings = rules.of_vllm_config(self.vllm_config)
         if settings is not None:
+            if settings.learns:
+                self._memories = v1_rules.remember(self.vllm_config, self._counter())
             self._reports = settings.reports
             self.model_runner.read_beside(settings)
         return result
+
+    def _counter(self) -> Callable[[str], None]:
+        """What adds one to a counter of what rules keep: beside a method of ours, in its file."""
+        drafter = getattr(self.model_runner, "drafter", None)
+        if isinstance(drafter, Drafter):
+            return drafter.count
+        if self.vllm_config.parallel_config.rank == 0:
+            self._counts = metrics.worker_counts(self.vllm_config)
+        counts = self._counts
+        return lambda counter: None if counts is None else counts.add({counter: 1})
 
     def make_ready(self) -> None:
         """Compile what rules read."""
@@ -131,6 +145,8 @@ class RulesWorker(KVWorker):
         try:
             for memory in self._memories:
                 memory.close()
+            if self._counts is not None:
+                self._counts.remove()
         finally:
             super().shutdown()
             leaving.may_leave()

@@ -318,12 +318,26 @@ def save(worker: Any) -> bool:
     return bool(memory._keeper.save())
 
 
+def test_saves_of_rules_are_counted_without_a_method_too(plain: Any) -> None:
+    def saves() -> int:
+        (found,) = [each for each in plain.get_metrics() if each.name == "vllm_ext:state_saves"]
+        assert found.labels["method"] == "none"
+        return int(found.value)
+
+    before = saves()
+    ask(plain, [params(SEEDED, asap_regex="[ab]{2}")])
+    assert plain.collective_rpc(save) == [True]
+    assert saves() == before + 1
+
+
 def test_what_asap_has_learnt_is_saved(trees: Any, options: dict[str, Any]) -> None:
     from vllm_ext.samplers.asap import ExpectedFuture
     from vllm_ext.samplers.asap_rule import AsapOptions, AsapRule
 
     ask(trees, [params(SEEDED, asap_regex="[ab]{3}")])
+    before = counters(trees)["state_saves"]
     assert trees.collective_rpc(save) == [True]
+    assert counters(trees)["state_saves"] == before + 1
     (file,) = Path(options["additional_config"]["vllm_ext"]["rules"]["asap"]["state_dir"]).glob(
         "asap-*.safetensors"
     )

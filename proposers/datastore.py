@@ -240,7 +240,7 @@ def broken(folder: Path, problem: str) -> DatastoreError:
     """The error for a store that cannot be used, with the way out."""
     return DatastoreError(
         f"datastore={str(folder)!r}: {problem}. Name another folder, or build the store: "
-        f"vllm-ext datastore build --tokenizer MODEL --output {folder} INPUT..."
+        f"vllm-ext datastore build --model MODEL --output {folder} INPUT..."
     )
 
 

@@ -115,7 +115,7 @@ def check(what: str, file: str, vocab_size: int, tokenizer_hash: Callable[[], st
         if header.tokenizer_hash != tokenizer_hash():
             raise ValueError(
                 f"was made with another tokenizer ({header.tokenizer}) than the model's; "
-                "make one with `vllm-ext trie build --tokenizer MODEL`"
+                "make one with `vllm-ext trie build --model MODEL`"
             )
         if header.vocab_size > vocab_size:
             raise ValueError(

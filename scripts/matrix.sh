@@ -12,7 +12,7 @@ for method in ${*:-token_recycling suffix_tree rest stand aded input_copy hybrid
     if [ "$method" = rest ]; then
         # English, and code: the tests' prompts ask for both.
         model=$(.venv/bin/python -c 'from vllm_ext import demo_model; print(demo_model.ensure_model())' | tail -1)
-        .venv/bin/vllm-ext datastore build --tokenizer "$model" --output "$store" docs README.md vllm_ext tests
+        .venv/bin/vllm-ext datastore build --model "$model" --output "$store" docs README.md vllm_ext tests
         given="{\"method\": \"rest\", \"datastore\": \"$store\"}"
     fi
     case $method in

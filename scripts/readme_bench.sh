@@ -17,7 +17,7 @@ model=$(.venv/bin/python -c 'from vllm_ext import demo_model; print(demo_model.e
 # The datastore: the source code of all that is installed here.
 store=${VLLM_EXT_CACHE:-$HOME/.cache/vllm-ext}/site-packages-store
 if ! .venv/bin/vllm-ext datastore info "$store" >/dev/null 2>&1; then
-    .venv/bin/vllm-ext datastore build --tokenizer "$model" --output "$store" .venv/lib/python*/site-packages
+    .venv/bin/vllm-ext datastore build --model "$model" --output "$store" .venv/lib/python*/site-packages
 fi
 rest="{\"method\": \"rest\", \"datastore\": \"$store\"}"
 methods='plain,ngram(num_speculative_tokens=3),ngram(num_speculative_tokens=5)'

@@ -433,7 +433,7 @@ def test_damage_anywhere_is_refused_with_the_way_out(store: Path, model: str, na
         path.write_bytes(
             content[:-9] if harm == "truncated" else content + b"}"
         )  # not only its last line's end
-    says = rf"datastore='.*store': .*({name}|there is no store).*vllm-ext datastore build --tokenizer MODEL --output "
+    says = rf"datastore='.*store': .*({name}|there is no store).*vllm-ext datastore build --model MODEL --output "
     with pytest.raises(DatastoreError, match=says):
         check(store, model)
     if harm != "flipped" or name == "header.json":  # a worker, which reads no checksums of files
@@ -664,6 +664,40 @@ from vllm_ext.kernels import suffix_array_numba
 assert "torch" not in sys.modules  # nor does merging need torch
 """
     subprocess.run([sys.executable, "-c", script, str(store), model, str(tmp_path / "in.jsonl")], check=True)
+
+
+def test_patterns_choose_files_of_folders(tmp_path: Path) -> None:
+    for name in ("a.py", "b.md", "src/c.py", "src/deep/d.py", "src/tests/e.py", "tests/f.py", "named.md"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("x")
+
+    def found(**patterns: list[str]) -> list[str]:
+        return [str(file.relative_to(tmp_path)) for file in find_files([tmp_path], **patterns).files]
+
+    python = ["a.py", "src/c.py", "src/deep/d.py", "src/tests/e.py", "tests/f.py"]
+    assert found(include=["*.py"]) == python
+    assert found(include=["*.py"], exclude=["tests"]) == ["a.py", "src/c.py", "src/deep/d.py"]
+    assert found(exclude=["src/*", "*.md", "tests"]) == ["a.py"]
+    assert found(include=["b.*", "src/c.py"]) == ["b.md", "src/c.py"]
+    # A file that is named itself counts.
+    assert find_files([tmp_path / "named.md"], ["*.py"]).files == [tmp_path / "named.md"]
+    with pytest.raises(InputError, match=r"--include=\['\*\.rs'\] and --exclude=\[\] leave no file of "):
+        found(include=["*.rs"])
+
+
+def test_the_field_is_looked_for_before_anything_is_read(tmp_path: Path, model: str) -> None:
+    read: list[int] = []
+    (tmp_path / "long.txt").write_text("words " * 1000)
+    (tmp_path / "in.jsonl").write_text('{"body": "x"}\n')
+    inputs = [tmp_path / "long.txt", tmp_path / "in.jsonl"]
+    with pytest.raises(
+        InputError, match=r"in\.jsonl:1: there is no field 'text'; its fields: body\. Use --field"
+    ):
+        datastore_build.build(
+            inputs, tmp_path / "store", model, "text", False, lambda what, done, total: read.append(done)
+        )
+    assert not read
+    assert not (tmp_path / "store").exists()
 
 
 # The command line

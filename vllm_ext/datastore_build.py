@@ -14,7 +14,15 @@ import numpy as np
 from vllm_ext import datastore_files as files
 from vllm_ext import vocabulary
 from vllm_ext.datastore_files import CHUNK, Output, Progress
-from vllm_ext.datastore_input import PIECE_CHARACTERS, InputError, Piece, Sources, find_files, read_pieces
+from vllm_ext.datastore_input import (
+    PIECE_CHARACTERS,
+    InputError,
+    Piece,
+    Sources,
+    check_field,
+    find_files,
+    read_pieces,
+)
 from vllm_ext.proposers import datastore
 from vllm_ext.proposers.datastore import Header, SegmentInfo
 
@@ -36,6 +44,8 @@ def build(
     field: str,
     append: bool,
     progress: Progress,
+    include: Sequence[str] = (),
+    exclude: Sequence[str] = (),
 ) -> tuple[Header, Sources]:
     """Make a store of the texts, or add them to one.
 
@@ -46,6 +56,8 @@ def build(
         field: of .jsonl records and .parquet files.
         append: keep what the store holds.
         progress: called as the work goes on.
+        include: see `datastore_input.find_files`.
+        exclude: likewise.
 
     Raises:
         InputError: an input cannot be read as asked for, or there is no text.
@@ -57,8 +69,9 @@ def build(
     if tokenizer_name is None and before is not None:
         tokenizer_name = before.tokenizer
     if tokenizer_name is None:
-        raise ValueError("--tokenizer is missing; name the model that the store is for")
-    sources = find_files(inputs)
+        raise ValueError("--model is missing; name the model that the store is for")
+    sources = find_files(inputs, include, exclude)
+    check_field(inputs, field)
     tokenizer = vocabulary.load_tokenizer(tokenizer_name)
     tokenizer_hash = vocabulary.vocabulary_hash(tokenizer)
     with files.writing(folder):

@@ -48,6 +48,18 @@ def build_command(
     field: Annotated[
         str, typer.Option(help="Of .jsonl records and .parquet files: a string, or a list of strings.")
     ] = "text",
+    include: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Of the files in folders only those like this: '*.py'; may be given several times."
+        ),
+    ] = None,
+    exclude: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Of the files and folders in folders none like this: 'tests', '*.min.js'; may be given several times."
+        ),
+    ] = None,
     append: Annotated[
         bool, typer.Option("--append", help="Add to the datastore; nothing is sorted anew.")
     ] = False,
@@ -58,7 +70,9 @@ def build_command(
     console, errors = Console(), Console(stderr=True)
     started = time.perf_counter()
     with errors_of(errors), progress_on(errors) as report:
-        header, sources = build(inputs, output, tokenizer, field, append, report)
+        header, sources = build(
+            inputs, output, tokenizer, field, append, report, include or (), exclude or ()
+        )
     for line in sources.skipped[:SHOWN]:
         errors.print(f"[yellow]left out:[/] {escape(line)}", highlight=False, soft_wrap=True)
     if len(sources.skipped) > SHOWN:

@@ -7,6 +7,7 @@ import json
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -43,26 +44,34 @@ class Sources:
     num_binary: int = 0  # files found in folders that hold no text
 
 
-def find_files(inputs: Sequence[Path]) -> Sources:
+def find_files(inputs: Sequence[Path], include: Sequence[str] = (), exclude: Sequence[str] = ()) -> Sources:
     """Expand folders, links followed, each file once; hidden files and folders inside are left out.
 
+    Args:
+        inputs: files and folders.
+        include: patterns; of the files in folders those that match one. None: all.
+        exclude: patterns; of the files and folders in folders those that match none.
+
     Raises:
-        InputError: an input does not exist.
+        InputError: an input does not exist, or the patterns leave no file.
     """
     sources = Sources([], 0, [])
     seen: set[tuple[int, int]] = set()  # of folders too: a link may lead back to one above it
 
-    def visit(path: Path) -> None:
+    def visit(path: Path, inside: str) -> None:
+        if inside and _matches(inside, exclude):
+            return
         try:
             status = path.stat()
             if (status.st_dev, status.st_ino) in seen:
                 return
-            seen.add((status.st_dev, status.st_ino))
             if path.is_dir():
+                seen.add((status.st_dev, status.st_ino))
                 for name in sorted(os.listdir(path)):
                     if not name.startswith("."):
-                        visit(path / name)
-            elif path.is_file():
+                        visit(path / name, f"{inside}/{name}" if inside else name)
+            elif path.is_file() and (not inside or not include or _matches(inside, include)):
+                seen.add((status.st_dev, status.st_ino))
                 sources.files.append(path)
                 sources.num_bytes += status.st_size
         except OSError as error:
@@ -71,8 +80,31 @@ def find_files(inputs: Sequence[Path]) -> Sources:
     for path in inputs:
         if not path.exists():
             raise InputError(f"INPUT={str(path)!r} does not exist; name files or folders that do")
-        visit(path)
+        visit(path, "")
+    if (include or exclude) and not sources.files:
+        raise InputError(
+            f"--include={list(include)} and --exclude={list(exclude)} leave no file of {', '.join(map(str, inputs))}; "
+            "a pattern such as '*.py' is compared with a file's name, and with its path in the folder"
+        )
     return sources
+
+
+def _matches(inside: str, patterns: Sequence[str]) -> bool:
+    """Whether a path inside a folder, or its last name, is like one of the patterns."""
+    name = inside.rpartition("/")[2]
+    return any(fnmatchcase(inside, pattern) or fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def check_field(inputs: Sequence[Path], field: str) -> None:
+    """Look at the first record of each of ``inputs`` that holds records, before hours of others are read.
+
+    Raises:
+        InputError: it has no such field, or pyarrow is missing.
+    """
+    for path in inputs:
+        reader = READERS.get(path.suffix.lower())
+        if reader is not None and path.is_file():
+            next(reader(path, field), None)
 
 
 def read_pieces(sources: Sources, inputs: Sequence[Path], field: str) -> Iterator[Piece]:
@@ -89,11 +121,10 @@ def read_pieces(sources: Sources, inputs: Sequence[Path], field: str) -> Iterato
     Raises:
         InputError: a record of one of ``inputs`` has no such field, or pyarrow is missing.
     """
-    readers: dict[str, Callable[[Path, str], Iterator[Piece]]] = {".jsonl": _json_lines, ".parquet": _parquet}
     for path in sources.files:
         started = False
         try:
-            for piece in readers.get(path.suffix.lower(), _text)(path, field):
+            for piece in READERS.get(path.suffix.lower(), _text)(path, field):
                 started = True
                 yield piece
         except UnicodeDecodeError as error:
@@ -188,3 +219,6 @@ def _cut(chunks: Iterator[str], counted: bool = True) -> Iterator[Piece]:
             start = end
         rest = rest[start:]
     yield Piece(rest, True, len(rest) * counted)
+
+
+READERS: dict[str, Callable[[Path, str], Iterator[Piece]]] = {".jsonl": _json_lines, ".parquet": _parquet}

@@ -110,4 +110,4 @@ def load(file: str, exits: Sequence[int], dtype: torch.dtype, device: torch.devi
 
 
 def _way_out(model: Path) -> str:
-    return f"Make one: `vllm-ext train exits --target {model}`; or remove heads from --speculative-config."
+    return f"Make one: `vllm-ext train exits --model {model}`; or remove heads from --speculative-config."

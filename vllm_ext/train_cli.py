@@ -359,7 +359,7 @@ class _Source:
         return {"target": str(self._folder), "chats": len(self._chats), "answers": kept, **self._asked}
 
     def answers(
-        self, work: Path, options: dict[str, Any], report: Any, verbose: bool
+        self, work: Path, options: dict[str, Any], report: Any, verbose: bool = False
     ) -> tuple[list[Any], int]:
         """The answers, and how many of them in a row belong to one prompt."""
         from vllm_ext.bench import set_environment

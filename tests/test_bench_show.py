@@ -82,10 +82,12 @@ def test_without_a_terminal_there_is_a_line_for_each_round() -> None:
     begun = ["batch 1: starting plain", "batch 1: starting hybrid(a=1, b=2)"]
     begun += [f"batch 1: round {number} of 2, {method}" for number in (1, 2) for method in ("plain", "x") * 5]
     with progress(Console(file=seen, width=80)) as begin:
+        begin("checking all arguments", 0, 0)
         for done, what in enumerate(begun):
             begin(what, done, len(begun))
     lines = seen.getvalue().splitlines()
     assert [line.partition("  ")[2].lstrip() for line in (line.lstrip() for line in lines)] == [
+        "checking all arguments",
         "batch 1: starting plain (0 of 22 done)",
         "batch 1: starting hybrid(a=1, b=2) (1 of 22 done)",
         "batch 1: round 1 of 2 (2 of 22 done)",

@@ -127,6 +127,7 @@ def _lines(console: Console) -> Begin:
         if part != said:
             said = part
             minutes, seconds = divmod(int(time.monotonic() - started), 60)
-            say(console, f"{minutes:3}:{seconds:02}  {part} ({done} of {total} done)")
+            progressed = f" ({done} of {total} done)" if total else ""
+            say(console, f"{minutes:3}:{seconds:02}  {part}{progressed}")
 
     return begin

@@ -122,7 +122,7 @@ def test_what_ends_start_up(
 def test_classes_that_they_bring(slice_dir: str) -> None:
     config = engine_config(slice_dir, {"dola": {}})
     assert config.parallel_config.worker_cls == plugin.RULES_WORKER_CLASS
-    assert config.scheduler_config.scheduler_cls is None
+    assert config.scheduler_config.scheduler_cls == plugin.ENDING_SCHEDULER_CLASS
     config = engine_config(slice_dir, {"contrastive": SELF})
     assert config.scheduler_config.scheduler_cls == plugin.RULES_SCHEDULER_CLASS
     assert not config.scheduler_config.async_scheduling

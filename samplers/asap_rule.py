@@ -30,6 +30,7 @@ from vllm_ext.samplers.base import (
     RuleParams,
     Vocabulary,
 )
+from vllm_ext.samplers.grammar import Grammar
 from vllm_ext.samplers.kept import digest
 
 KEY_BYTES = len(digest())
@@ -38,6 +39,7 @@ KEY_BYTES = len(digest())
 class AsapOptions(RuleOptions):
     """Of the server."""
 
+    compile_seconds: float = grammar.COMPILE_SECONDS
     memory_mb: int = Field(
         default=256,
         ge=1,
@@ -75,6 +77,7 @@ class AsapRule(LearningRule):
     """Weighs tokens by what is known of where they lead."""
 
     alone = True
+    waits = True
     summary = "answers under a grammar, in proportion to the model's own odds"
     paper = "arXiv 2405.21047"
     Options = AsapOptions
@@ -83,7 +86,7 @@ class AsapRule(LearningRule):
     def __init__(self, options: AsapOptions, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
         most = options.memory_mb << 20
-        self._grammars = grammar.Grammars(vocabulary, most // 4)
+        self._grammars = grammar.Grammars(vocabulary, most // 4, options.compile_seconds)
         self._max_bytes = most - most // 4
         # By digests of whose answers share what is learnt: prompt, kind of grammar, grammar, temperature, end token.
         self._futures: OrderedDict[bytes, ExpectedFuture] = OrderedDict()  # the least recently used first
@@ -112,18 +115,27 @@ class AsapRule(LearningRule):
 
     def apply(self, logits: torch.Tensor, rows: Sequence[Row]) -> None:
         """See the base class; learns from each row."""
+        waiting: list[int] = []
+        patience = self.patience
         with self.lock:
             for place, row in enumerate(rows):
-                if row.end not in row.output:
-                    self._apply(logits, place, row)
+                if row.end in row.output:
+                    continue
+                found = self._grammars.of_row(row, "asap", patience)
+                if found is None:
+                    waiting.append(place)
+                    patience = 0.0
+                else:
+                    self._apply(logits, place, row, found)
+            self.waiting = waiting
             if self.touch is not None:
                 self.touch()
 
-    def _apply(self, logits: torch.Tensor, place: int, row: Row) -> None:
+    def _apply(self, logits: torch.Tensor, place: int, row: Row, found: Grammar) -> None:
         given = grammar.grammar_of(row.params, "asap")
         assert given is not None
         temperature = row.asked.temperature
-        behind = self._grammars.behind(*given, row.end, row.output)
+        behind = found.behind(row.output)
         ids = np.empty(0, dtype=np.int32) if behind is None else behind.allowed()
         p = (logits[place].double() / temperature).softmax(0).cpu().numpy()[ids]
         prompt = np.array(row.prompt, dtype=np.int64).tobytes()
@@ -160,9 +172,8 @@ class AsapRule(LearningRule):
 
     def constraint(self, row: Row) -> Constraint | None:
         """See the base class."""
-        given = grammar.grammar_of(row.params, "asap")
-        assert given is not None
-        behind = self._grammars.behind(*given, row.end, row.output)
+        found = self._grammars.of_row(row, "asap", None if self.patience is None else 0.0)
+        behind = None if found is None else found.behind(row.output)
         return None if behind is None else behind.fork()
 
     def learned(self) -> dict[str, Learned]:

@@ -43,6 +43,8 @@ Check = Callable[[str, bool], bool]
 class AwrsOptions(RuleOptions):
     """Of the server."""
 
+    compile_seconds: float = grammar.COMPILE_SECONDS
+    memory_mb: int = Field(default=64, ge=1, le=1 << 20, description="most memory for compiled grammars")
     checks: dict[str, str] = Field(
         default={},
         description="checks that requests can name, and the Python function of each, as package.module:function; it "
@@ -65,15 +67,18 @@ class AwrsRule(Rule):
     """Draws until a token is allowed."""
 
     alone = True
+    waits = True
     summary = "answers obey a grammar or a check, and have a weight"
     paper = "arXiv 2504.05410"
     Options = AwrsOptions
     Params = AwrsParams
     reports = "awrs_log_weight"
 
-    def __init__(self, checks: Mapping[str, Check], vocabulary: Vocabulary) -> None:
+    def __init__(
+        self, checks: Mapping[str, Check], vocabulary: Vocabulary, grammars: grammar.Grammars | None = None
+    ) -> None:
         self._checks, self._vocabulary = checks, vocabulary
-        self._grammars = grammar.Grammars(vocabulary)
+        self._grammars = grammar.Grammars(vocabulary) if grammars is None else grammars
         # The same in all ranks of a model, each of which draws for itself.
         self._unseeded = RandomChance(np.random.default_rng(NOISE))
 
@@ -83,6 +88,7 @@ class AwrsRule(Rule):
         return cls(
             {name: load_function(f"checks.{name}", where) for name, where in options.checks.items()},
             vocabulary,
+            grammar.Grammars(vocabulary, options.memory_mb << 20, options.compile_seconds),
         )
 
     @classmethod
@@ -115,8 +121,14 @@ class AwrsRule(Rule):
 
     def apply(self, logits: torch.Tensor, rows: Sequence[Row]) -> None:
         """See the base class; leaves one token."""
+        self.waiting = waiting = []
+        patience = self.patience
         for place, row in enumerate(rows):
             if row.end in row.output:
+                continue
+            if row.params.awrs_check is None and self._grammars.of_row(row, "awrs", patience) is None:
+                waiting.append(place)
+                patience = 0.0
                 continue
             token = self._token(logits[place], row)
             value = float(logits[place, token])
@@ -146,9 +158,8 @@ class AwrsRule(Rule):
     def _behind(self, row: Row) -> Checked | Behind | None:
         if row.params.awrs_check is not None:
             return Checked(self._checks[row.params.awrs_check], row, self._vocabulary)
-        given = grammar.grammar_of(row.params, "awrs")
-        assert given is not None
-        return self._grammars.behind(*given, row.end, row.output)
+        found = self._grammars.of_row(row, "awrs", None if self.patience is None else 0.0)
+        return None if found is None else found.behind(row.output)
 
     def constraint(self, row: Row) -> Constraint | None:
         """See the base class."""

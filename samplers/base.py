@@ -163,6 +163,12 @@ class Rule(ABC):
     Params: ClassVar[type[RuleParams]]
     # Whether a request can be under no other rule besides.
     alone: ClassVar[bool] = False
+    # Whether a row may have to wait for what is made beside the engine; see `waiting`.
+    waits: ClassVar[bool] = False
+    # Set by the engine adapter: seconds that a call of `apply` may wait; None: as long as it takes, here and now.
+    patience: float | None = None
+    # Rows of the last call of `apply` for which that was not enough: they get no token yet, and come again.
+    waiting: Sequence[int] = ()
     # What the sum of a request's notes is called where it is returned; a note of minus infinity ends the sum.
     reports: ClassVar[str | None] = None
 

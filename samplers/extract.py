@@ -11,6 +11,7 @@ Source: Exact-extract, arXiv 2108.05857, whose spans these are.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,6 +21,9 @@ from vllm_ext.kernels.token_mask import keep_tokens
 from vllm_ext.kernels.trie import Int32
 from vllm_ext.samplers.base import Asked, Row, Rule, RuleOptions, RuleParams, Vocabulary, contradiction
 from vllm_ext.samplers.passage import Passage, Passages
+
+PASSAGE = -1  # the place of a request's passage in what its rows keep
+KEPT = 32  # places behind outputs that are kept of a request, the longest ones: a tree's path and more
 
 
 class ExtractOptions(RuleOptions):
@@ -88,18 +92,46 @@ class ExtractRule(Rule):
 
     def constraint(self, row: Row) -> SpanConstraint:
         """See the base class."""
-        passage = self._passages.of(row.params.extract, row.end)
-        return SpanConstraint(passage, row.params.extract_max_tokens, row.output, row.end)
+        if PASSAGE not in row.kept:
+            row.kept[PASSAGE] = self._passages.of(row.params.extract, row.end)
+        return SpanConstraint(row.kept[PASSAGE], row.params.extract_max_tokens, row.output, row.end, row.kept)
 
 
 class SpanConstraint:
     """A `Constraint`: the places behind an output, the last ones those of all of it."""
 
-    def __init__(self, passage: Passage, max_tokens: int, output: Sequence[int], end: int) -> None:
+    def __init__(
+        self,
+        passage: Passage,
+        max_tokens: int,
+        output: Sequence[int],
+        end: int,
+        kept: dict[int, Any] | None = None,
+    ) -> None:
+        """
+        Args:
+            passage: whose span the answer is.
+            max_tokens: of the longest span.
+            output: what is there of it.
+            end: the token that ends an answer.
+            kept: see `Row.kept`: the places behind shorter outputs, and then behind this one.
+        """
         self._passage, self._max_tokens, self._end = passage, max_tokens, end
-        fits = len(output) <= max_tokens and end not in output
         self._num_before = len(output)
-        self._places = [passage.behind(output) if fits else np.zeros(0, dtype=np.int32)]
+        fits = len(output) <= max_tokens and end not in output
+        kept = {} if kept is None else kept
+        if not fits:
+            places: Int32 | None = np.zeros(0, dtype=np.int32)
+        elif len(output) in kept:
+            places = kept[len(output)]
+        elif output and len(output) - 1 in kept:
+            places = passage.after(kept[len(output) - 1], output[-1])
+        else:
+            places = passage.behind(output)
+        if fits:
+            kept[len(output)] = places
+            kept.pop(len(output) - KEPT, None)
+        self._places = [places]
 
     def allowed(self) -> Int32:
         """What may come next; nothing where the output has ended, or is no span."""

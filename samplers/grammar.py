@@ -11,13 +11,16 @@ import functools
 import re
 from collections import OrderedDict
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
+from pydantic import Field
 
 from vllm_ext.kernels.sparse import Int32
-from vllm_ext.samplers.base import Asked, Kind, RuleParams, Vocabulary
+from vllm_ext.samplers.base import Asked, Kind, Row, RuleParams, Vocabulary
+from vllm_ext.samplers.beside import Making, Process
 from vllm_ext.samplers.kept import Kept, digest
 from vllm_ext.samplers.messages import quoted
 
@@ -30,6 +33,14 @@ KINDS: dict[Kind, str] = {
 SYNTAX = {"json": "a JSON schema", "regex": "a regular expression", "grammar": "EBNF or Lark"}
 KEPT = 128  # matchers of a grammar
 MATCHER_BYTES = 5_000  # for JSON
+COMPILE_SECONDS = Field(
+    default=10.0,
+    gt=0.0,
+    le=600.0,
+    description="longest time to compile a request's grammar, beside the engine",
+)
+MOST_COMPILING = 4 << 30  # bytes that compiling one may take
+PINNED = -1  # the place of a request's grammar in what its rows keep
 
 
 def grammar_of(params: RuleParams, rule: str) -> tuple[Kind, str] | None:
@@ -143,7 +154,7 @@ class Behind:
         return tokens
 
 
-class _Grammar:
+class Grammar:
     """One that is compiled, behind the prefixes that were asked for last."""
 
     def __init__(self, compiled: Any, end: int, vocabulary: Vocabulary) -> None:
@@ -156,7 +167,11 @@ class _Grammar:
         return int(self._compiled.memory_size_bytes) + MATCHER_BYTES * KEPT
 
     def behind(self, prefix: Sequence[int]) -> Behind | None:
-        """See `Grammars.behind`."""
+        """It behind a prefix, for reading: what is taken must be rolled back. None where it forbids one.
+
+        Args:
+            prefix: tokens since the prompt's end.
+        """
         tokens = np.array(prefix, dtype=np.int32)
         key = digest(tokens.tobytes())
         if key in self._kept:
@@ -181,51 +196,114 @@ class _Grammar:
 
 
 class Grammars:
-    """Those that requests are under, compiled as they come: by then they are known to be right.
+    """Those that requests are under, compiled beside the engine as they come: by then they are known to be right.
 
     Args:
         vocabulary: the target's.
-        max_bytes: most of those that are kept; the last one is in any case.
+        max_bytes: most of those that are kept; the last one is in any case, and those of running requests.
+        seconds: longest time to compile one; None: as long as it takes, and in no process of its own.
     """
 
-    def __init__(self, vocabulary: Vocabulary, max_bytes: int = 64 << 20) -> None:
-        self._vocabulary = vocabulary
-        self._kept: Kept[_Grammar] = Kept(max_bytes, lambda grammar: grammar.num_bytes)
+    def __init__(
+        self, vocabulary: Vocabulary, max_bytes: int = 64 << 20, seconds: float | None = None
+    ) -> None:
+        self._vocabulary, self._seconds = vocabulary, seconds
+        self._making: Making[Grammar] = Making(Kept(max_bytes, lambda grammar: grammar.num_bytes))
+        self._process = Process(lambda: (f"{__name__}:take_vocabulary", [self._info.serialize_json()]))
 
     def warm_up(self) -> None:
-        """Read the vocabulary, which takes a second or two."""
+        """Read the vocabulary, which takes a second or two; start the process that compiles first."""
         _ = self._compiler
+        if self._seconds is not None:
+            self._making.get(digest("warm up"), lambda: self._make("regex", "a", 0, apart=True), 0.0)
 
-    def behind(self, kind: Kind, source: str, end: int, prefix: Sequence[int]) -> Behind | None:
-        """A grammar behind a prefix, for reading: what is taken must be rolled back. None where it forbids one.
+    def get(self, kind: Kind, source: str, end: int, patience: float | None) -> Grammar | None:
+        """One that is compiled; None where it is not in time.
 
         Args:
             kind: how ``source`` is written.
-            source: a JSON schema, a regular expression, or EBNF.
+            source: a JSON schema, a regular expression, EBNF or Lark.
             end: the token that ends an answer.
-            prefix: tokens since the prompt's end.
+            patience: see `vllm_ext.samplers.beside.Making.get`.
+
+        Raises:
+            TimeoutError: it takes longer than ``seconds``.
+            RuntimeError: it cannot be compiled.
         """
-        grammar = self._kept.of(
-            digest(kind, source, end), lambda: _Grammar(self._compile(kind, source), end, self._vocabulary)
-        )
+        key = digest(kind, source, end)
+        apart = patience is not None
+        return self._making.get(key, lambda: self._make(kind, source, end, apart), patience)
+
+    def of_row(self, row: Row, rule: str, patience: float | None) -> Grammar | None:
+        """A row's, which its request keeps; see `get`."""
+        if PINNED not in row.kept:
+            given = grammar_of(row.params, rule)
+            assert given is not None
+            found = self.get(*given, row.end, patience)
+            if found is None:
+                return None
+            row.kept[PINNED] = found
+        grammar: Grammar = row.kept[PINNED]
+        return grammar
+
+    def behind(self, kind: Kind, source: str, end: int, prefix: Sequence[int]) -> Behind | None:
+        """A grammar behind a prefix, however long it takes; see `get` and `Grammar.behind`."""
+        grammar = self.get(kind, source, end, None)
+        assert grammar is not None
         return grammar.behind(prefix)
 
     @property
     def num_bytes(self) -> int:
         """Of all that are kept."""
-        return self._kept.num_bytes
+        return self._making.kept.num_bytes
 
-    def _compile(self, kind: Kind, source: str) -> Any:
-        return compiled(self._compiler, kind, source)
+    def _make(self, kind: Kind, source: str, end: int, apart: bool) -> Grammar:
+        if apart and self._seconds is not None:
+            try:
+                self._process.call(f"{__name__}:try_to_compile", [kind, source], self._seconds)
+            except TimeoutError:
+                raise TimeoutError(
+                    f"the grammar takes more than {self._seconds:g} s to compile, which is compile_seconds of the "
+                    "server's rule; give a simpler one"
+                ) from None
+        return Grammar(compiled(self._compiler, kind, source), end, self._vocabulary)
 
     @functools.cached_property
-    def _compiler(self) -> Any:
+    def _info(self) -> Any:
         import xgrammar
 
-        info = xgrammar.TokenizerInfo(
+        return xgrammar.TokenizerInfo(
             list(self._vocabulary.pieces),
             xgrammar.VocabType.RAW,
             vocab_size=self._vocabulary.size,
             stop_token_ids=[],
         )
-        return xgrammar.GrammarCompiler(info, cache_enabled=False)
+
+    @functools.cached_property
+    def _compiler(self) -> Any:
+        import xgrammar
+
+        return xgrammar.GrammarCompiler(self._info, max_threads=1, cache_enabled=False)
+
+
+_compilers: list[Any] = []  # of the process that compiles first
+
+
+def take_vocabulary(info: str) -> None:
+    """In that process, before any grammar."""
+    import resource
+
+    import xgrammar
+
+    _compilers.append(
+        xgrammar.GrammarCompiler(
+            xgrammar.TokenizerInfo.deserialize_json(info), max_threads=1, cache_enabled=False
+        )
+    )
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + MOST_COMPILING, used + MOST_COMPILING))
+
+
+def try_to_compile(kind: Kind, source: str) -> None:
+    """In that process: whether it can be done at all."""
+    compiled(_compilers[-1], kind, source)

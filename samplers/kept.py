@@ -40,6 +40,9 @@ class Kept(Generic[T]):
     def __len__(self) -> int:
         return len(self._values)
 
+    def __contains__(self, key: bytes) -> bool:
+        return key in self._values
+
     def of(self, key: bytes, make: Callable[[], T]) -> T:
         """The value of a key, made where it is not there. What ``make`` raises is not kept."""
         if key in self._values:

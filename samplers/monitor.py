@@ -31,6 +31,7 @@ from vllm_ext.samplers.base import (
     load_function,
     text_of,
 )
+from vllm_ext.samplers.beside import Making, Process
 from vllm_ext.samplers.kept import Kept, digest
 from vllm_ext.samplers.messages import quoted
 
@@ -45,6 +46,12 @@ HEAD = re.compile(r"\w*")
 class MonitorOptions(RuleOptions):
     """Of the server."""
 
+    analysis_seconds: float = Field(
+        default=10.0,
+        gt=0.0,
+        le=600.0,
+        description="longest time that a monitor may take for one dot, beside the engine",
+    )
     monitors: dict[str, str] = Field(
         default={},
         description="monitors that requests can name besides 'python', and the Python function of each, as "
@@ -61,31 +68,56 @@ class MonitorParams(RuleParams):
     )
 
 
+class _NotYet(Exception):
+    """A monitor is still at it."""
+
+
 class MonitorRule(Rule):
     """Names that a monitor knows."""
 
     closed = True
+    waits = True
     summary = "identifiers behind a dot exist, by static analysis of the code"
     paper = "arXiv 2306.10763"
     Options = MonitorOptions
     Params = MonitorParams
 
-    def __init__(self, monitors: Mapping[str, Monitor], vocabulary: Vocabulary) -> None:
-        self._vocabulary = vocabulary
+    def __init__(
+        self, monitors: Mapping[str, Monitor], vocabulary: Vocabulary, apart: Process | None = None
+    ) -> None:
+        """
+        Args:
+            monitors: by name.
+            vocabulary: the target's.
+            apart: a process that the monitors run in.
+        """
+        self._vocabulary, self._apart = vocabulary, apart
         self._monitors = monitors
         # By digests: code may be long, and there is a dot in many of its places.
-        self._names: Kept[frozenset[str]] = Kept(
-            KEPT_BYTES, lambda names: sum(map(len, names)) + 60 * len(names)
+        self._names: Making[frozenset[str]] = Making(
+            Kept(KEPT_BYTES, lambda names: sum(map(len, names)) + 60 * len(names))
         )
         self._ids: Kept[Int32 | None] = Kept(KEPT_BYTES, lambda ids: 100 if ids is None else 100 + ids.nbytes)
 
     @classmethod
     def from_options(cls, options: MonitorOptions, vocabulary: Vocabulary) -> MonitorRule:
-        """See the base class; imports the monitors."""
-        return cls(
-            {name: load_function(f"monitors.{name}", where) for name, where in _all(options).items()},
-            vocabulary,
-        )
+        """See the base class; they run in a process of their own."""
+        process = Process(lambda: (f"{__name__}:prepare", [list(_all(options).values())]))
+
+        def ask(where: str, code: str) -> Sequence[str]:
+            try:
+                names: Sequence[str] = process.call(
+                    f"{__name__}:call", [where, code], options.analysis_seconds
+                )
+            except TimeoutError:
+                raise TimeoutError(
+                    f"a monitor took more than {options.analysis_seconds:g} s, which is analysis_seconds of the "
+                    "server's rule; give it less code"
+                ) from None
+            return names
+
+        monitors = {name: functools.partial(ask, where) for name, where in _all(options).items()}
+        return cls(monitors, vocabulary, process)
 
     @classmethod
     def check(cls, options: MonitorOptions, vocab_size: int, tokenizer_hash: Callable[[], str]) -> None:
@@ -114,19 +146,32 @@ class MonitorRule(Rule):
     def warm_up(self) -> None:
         """See the base class."""
         _ = self._by_text
+        if self._apart is not None:  # it starts, and imports what most code needs
+            self._names.get(digest("warm up"), lambda: self._ask("python", "import os\nos."), 0.0)
 
     def apply(self, logits: torch.Tensor, rows: Sequence[Row]) -> None:
         """See the base class."""
+        self.waiting = waiting = []
+        patience = self.patience
         for place, row in enumerate(rows):
-            ids = self._allowed(row)
+            try:
+                ids = self._allowed(row, patience)
+            except _NotYet:
+                waiting.append(place)
+                patience = 0.0
+                continue
             if ids is not None:
                 index = torch.from_numpy(ids).long().to(logits.device)
                 if bool((logits[place, index] == -torch.inf).all()):
                     continue  # something else, such as allowed_token_ids, has forbidden all of them
                 keep_tokens(logits, [place], [ids])
 
-    def _allowed(self, row: Row) -> Int32 | None:
-        """What may follow; None where anything may."""
+    def _allowed(self, row: Row, patience: float | None = None) -> Int32 | None:
+        """What may follow; None where anything may.
+
+        Raises:
+            _NotYet: it is not known in time.
+        """
         # Looked at first: most rows stand behind no dot, and all text need not be put together for them.
         tail = self._text(row.output[-TAIL:])
         if len(row.output) < TAIL:
@@ -140,7 +185,9 @@ class MonitorRule(Rule):
             return None
         before, typed = code[: site.start(1)], site[1]
         key = digest(row.params.monitor, before)
-        names = self._names.of(key, lambda: self._ask(row.params.monitor, before))
+        names = self._names.get(key, lambda: self._ask(row.params.monitor, before), patience)
+        if names is None:
+            raise _NotYet
         ids = self._ids.of(digest(key, typed), lambda: self._tokens(names, typed))
         if ids is None:
             return None
@@ -202,6 +249,19 @@ class MonitorRule(Rule):
             {text: np.array(ids, dtype=np.int32) for text, ids in which.items()} for which in (begun, ended)
         ]
         return as_arrays[0], as_arrays[1]
+
+
+def prepare(monitors: list[str]) -> None:
+    """In the monitors' process: import them, and what most code needs, which is to count as no analysis."""
+    for where in monitors:
+        load_function("monitors", where)
+    if PYTHON in monitors:
+        call(PYTHON, "import os\nos.")
+
+
+def call(where: str, code: str) -> list[str]:
+    """In the monitors' process: what one of them says."""
+    return [str(name) for name in load_function("monitors", where)(code)]
 
 
 def _all(options: MonitorOptions) -> dict[str, str]:

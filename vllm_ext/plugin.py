@@ -125,6 +125,14 @@ def _create_engine_config(original: Any, engine_args: Any, *args: Any, **kwargs:
         rewritten["logits_processors"] = processors
         if engine_args.worker_cls == "auto":
             rewritten.setdefault("worker_cls", V2_RULES_WORKER_CLASS if on_v2 else RULES_WORKER_CLASS)
+        if (
+            ruled.waits
+            and not on_v2
+            and engine_args.scheduler_cls is None
+            and not engine_args.async_scheduling
+        ):
+            rewritten.setdefault("scheduler_cls", RULES_SCHEDULER_CLASS)
+            rewritten["async_scheduling"] = False  # vLLM's scheduler for that is another
     if kv is not None:
         companion = ruled is not None and ruled.companion is not None
         kv_cache.check_engine_args(engine_args, kv, companion, settings)

@@ -9,7 +9,7 @@ requests get what they would have got alone; the request's own row is left with 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,10 @@ import torch
 from vllm_ext.samplers.base import Row, Rule
 from vllm_ext.samplers.messages import quoted
 from vllm_ext.samplers.steering import Pause, PausingRule
+
+PATIENCE = 0.05  # seconds of a step that rows may wait before they are put off
+SHORT_PATIENCE = 0.25  # where they cannot be
+CANNOT_WAIT = "and rows wait longer on V1 alone, without a scheduler_cls or async_scheduling of one's own"
 
 logger = logging.getLogger("vllm.vllm_ext")
 
@@ -29,7 +33,7 @@ def apply(
     logits: torch.Tensor,
     rows: Sequence[Row],
     at: Callable[[Sequence[int]], None] = lambda places: None,
-) -> Mapping[int, Pause]:
+) -> Mapping[int, Pause | None]:
     """Apply a rule to rows, in place; where it raises, to each row alone, and note the rows that it raises for.
 
     Args:
@@ -40,17 +44,17 @@ def apply(
         at: told which of the rows the rule is about to be applied to, before each call behind the first.
 
     Returns:
-        The rows whose token is put off.
+        The rows whose token is put off; None for those that wait for work beside the engine.
     """
     before = logits.clone()
     try:
         rule.apply(logits, rows)
-        return rule.paused if isinstance(rule, PausingRule) else {}
+        return _put_off(rule)
     except Exception as error:
         if len(rows) == 1:
             note(name, rows[0], error)
             return {}
-    found: dict[int, Pause] = {}
+    found: dict[int, Pause | None] = {}
     for place, row in enumerate(rows):
         at([place])
         try:
@@ -59,9 +63,24 @@ def apply(
             note(name, row, error)
         else:
             logits[place] = before[place]
-            if isinstance(rule, PausingRule):
-                found.update({place: rule.paused[0]} if rule.paused else {})
+            found.update((place, pause) for pause in _put_off(rule).values())
     return found
+
+
+def _put_off(rule: Rule) -> dict[int, Pause | None]:
+    """Rows of a rule's last call that get no token yet."""
+    paused: dict[int, Pause | None] = dict(rule.paused) if isinstance(rule, PausingRule) else {}
+    return paused | dict.fromkeys(rule.waiting)
+
+
+def wait_no_longer(name: str, rows: Sequence[Row], places: Iterable[int]) -> None:
+    """End requests whose rows wait where an engine cannot let them."""
+    for place in places:
+        note(
+            name,
+            rows[place],
+            TimeoutError(f"what it needs took more than {SHORT_PATIENCE:g} s, {CANNOT_WAIT}"),
+        )
 
 
 def note(name: str, row: Row, error: Exception) -> None:

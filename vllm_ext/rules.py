@@ -131,6 +131,11 @@ class RuleSettings:
         """Whether a rule can put tokens off."""
         return any(issubclass(load_rule(name), PausingRule) for name in self.options)
 
+    @functools.cached_property
+    def waits(self) -> bool:
+        """Whether a rule may have rows wait."""
+        return any(load_rule(name).waits for name in self.options)
+
     @property
     def schedules(self) -> bool:
         """Whether vLLM's scheduler alone will not do."""
@@ -381,6 +386,7 @@ class RuledRequests:
         self._settings = settings
         self._rules = load(settings.as_json, vocabulary)
         self._asking: dict[str, tuple[list[Asking], Asked, int]] = {}  # by request id; and what ends it
+        self._kept: dict[str, dict[str, dict[int, Any]]] = {}  # by request id, by rule; see `Row.kept`
 
     def start(self, request_id: str, params: Any) -> None:
         """A request has come."""
@@ -391,6 +397,7 @@ class RuledRequests:
     def finish(self, request_id: str) -> None:
         """A request is gone."""
         self._asking.pop(request_id, None)
+        self._kept.pop(request_id, None)
 
     def tree(self, request: Request, output: Sequence[int], tree: DraftTree) -> DraftTree:
         """What may be verified of a tree, with what is certain."""
@@ -399,7 +406,8 @@ class RuledRequests:
         asking, asked, end = self._asking[request.request_id]
         prompt = request.tokens[: request.num_prompt_tokens].tolist()
         for name, its in asking:
-            row = Row(prompt, output, end, its, asked)
+            kept = self._kept.setdefault(request.request_id, {}).setdefault(name, {})
+            row = Row(prompt, output, end, its, asked, kept=kept)
             try:
                 constraint = self._rules[name].constraint(row)
                 if constraint is not None:

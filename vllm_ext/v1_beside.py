@@ -10,7 +10,7 @@ such blocks are kept apart from those that have been read by both (`v1_scheduler
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -234,8 +234,10 @@ class RuledRunner:
 
     twins: Twins | None = None  # set where a rule reads twins
     pausing: str | None = None  # the rule that can put tokens off
-    pauses: dict[str, Pause]  # of the step's requests whose next token was put off, by id
+    may_pause = False  # whether that is, or a rule may have rows wait
+    pauses: dict[str, Pause | None]  # of the step's requests whose next token was put off, by id
     beside: StepRows | None = None  # set where a rule reads more than logits
+    _aside: dict[int, torch.Generator]  # of the step's requests that get no token
     logits_rows: torch.Tensor | None = None  # of the step's tokens, those with logits
 
     def _prepare_inputs(self, *args: Any, **kwargs: Any) -> Any:
@@ -256,13 +258,13 @@ class RuledRunner:
     def sample_tokens(self, grammar_output: Any) -> Any:
         """vLLM's."""
         state = self.execute_model_state
+        if self.may_pause:
+            for processor in self.input_batch.logitsprocs.all:
+                if isinstance(processor, RuleProcessor):
+                    processor.paused = {}
         if state is not None and self.beside is not None:
             assert self.logits_rows is not None
             self.beside.begin(self.logits_rows, state.logits, state.hidden_states, state.aux_hidden_states)
-            if self.pausing is not None:
-                for processor in self.input_batch.logitsprocs.all:
-                    if isinstance(processor, RuleProcessor):
-                        processor.paused = {}
             if self.twins is not None:
                 rows = self._begin_twins(self.twins)
                 self.beside.twins = torch.tensor(rows, device=self.logits_rows.device)
@@ -270,13 +272,20 @@ class RuledRunner:
         # What is not to be sampled takes nothing from a seed's noise. vLLM takes it and winds the generator back, which
         # a CPU's cannot do.
         generators = self.input_batch.generators
-        aside = {index: generators.pop(index) for index in discarded if index in generators}
+        self._aside = {index: generators.pop(index) for index in discarded if index in generators}
         try:
             return super().sample_tokens(grammar_output)  # type: ignore[misc]
         finally:
-            generators.update(aside)
+            generators.update(self._aside)
 
-    def pause(self, index: int, pause: Pause) -> bool:
+    def noise(self, requests: Iterable[int]) -> dict[int, torch.Tensor]:
+        """States of some requests' seeded generators, where a row may have to give back what it has drawn."""
+        generators = self.input_batch.generators
+        if not self.may_pause or not generators:
+            return {}
+        return {index: generators[index].get_state() for index in requests if index in generators}
+
+    def pause(self, index: int, pause: Pause | None) -> bool:
         """A request's next token is put off; False where it would have got none anyway."""
         if self.discard_request_mask.np[index]:
             return False
@@ -300,11 +309,15 @@ class RuledRunner:
 
     def _sample(self, logits: Any, spec_decode_metadata: Any) -> Any:
         """vLLM's; twins get their owners' tokens, and paused requests none."""
+        noise = self.noise(range(self.input_batch.num_reqs))
         output = super()._sample(logits, spec_decode_metadata)  # type: ignore[misc]
-        if self.pausing is not None:
+        if self.may_pause:
             for index, pause in v1_rules.paused(self.input_batch.logitsprocs).items():
                 if self.pause(index, pause):
                     self.discard_request_mask.np[index] = True
+                    if index in noise:
+                        self.input_batch.generators[index].set_state(noise[index])
+                        self._aside[index] = self.input_batch.generators.pop(index)
         if self.twins is not None and self.twins.pairs:
             owners, their_twins = map(list, zip(*self.twins.pairs, strict=True))
             output.sampled_token_ids[their_twins] = output.sampled_token_ids[owners]
@@ -312,8 +325,9 @@ class RuledRunner:
 
     def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         """vLLM's."""
-        if self.beside is not None and self.pausing is not None:
+        if self.may_pause:
             self.pauses = {}
+        if self.beside is not None and self.pausing is not None:
             for name, (place, token) in getattr(scheduler_output, v1_branch_scheduler.CHOICES, {}).items():
                 self.beside.keep(name, self.pausing, place, token)
         if self.twins is not None:
@@ -331,6 +345,7 @@ class RuledRunner:
     def read_beside(self, settings: RuleSettings) -> None:
         """After the target is loaded: make what rules read beside its logits."""
         runner: Any = self
+        self.may_pause = settings.waits or settings.pauses
         loaded = rules.load(settings.as_json, ModelVocabulary.of(runner.model_config))
         steering = [rule for rule in loaded.values() if isinstance(rule, SteeringRule)]
         if not steering:

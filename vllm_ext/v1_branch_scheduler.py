@@ -38,7 +38,7 @@ class BranchScheduler(TwinScheduler):
     """Adds branches, and tells the worker what has come of them."""
 
     vllm_config: Any
-    _pauses: Mapping[str, Pause] = MappingProxyType({})  # of the step
+    _pauses: Mapping[str, Pause | None] = MappingProxyType({})  # of the step; None: it waits, and comes again
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -79,6 +79,7 @@ class BranchScheduler(TwinScheduler):
             request = self.requests.get(name)
             if (
                 request is not None
+                and pause is not None
                 and not request.is_finished()
                 and request.num_output_tokens == pause.at
                 and name not in self._branching

@@ -52,7 +52,18 @@ class RuleProcessor(LogitsProcessor):  # type: ignore[misc]  # vLLM is untyped t
     def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
         self._rules = rules.load(self.settings.as_json, ModelVocabulary.of(vllm_config.model_config))
         self.rows: dict[int, dict[str, Row]] = {}  # by batch index, by rule
-        self.paused: dict[int, Pause] = {}  # by batch index, of the last call
+        self.paused: dict[int, Pause | None] = {}  # by batch index, of the last call; None: it waits
+        self._patience: float | None = rule_faults.SHORT_PATIENCE
+        if vllm_config.parallel_config.world_size > 1:
+            self._patience = None  # ranks have different clocks, and must have the same rows
+        elif self.can_wait(vllm_config):
+            self._patience = rule_faults.PATIENCE
+
+    @staticmethod
+    def can_wait(vllm_config: Any) -> bool:
+        """Whether the engine's scheduler lets rows come again."""
+        scheduler = vllm_config.scheduler_config.scheduler_cls
+        return isinstance(scheduler, str) and scheduler.startswith("vllm_ext.v1_scheduler.")
 
     @property
     def is_idle(self) -> bool:
@@ -116,9 +127,14 @@ class RuleProcessor(LogitsProcessor):  # type: ignore[misc]  # vLLM is untyped t
                 self.beside.rows_are(None if len(rows) == len(logits) else places)
             whole = len(rows) == len(logits)
             part = logits if whole else logits[torch.tensor(places, device=logits.device)]
+            rule.patience = self._patience
             pauses = rule_faults.apply(name, rule, part, list(rows.values()), self._at(rule, places))
             if not whole:
                 logits[torch.tensor(places, device=logits.device)] = part
+            if self._patience == rule_faults.SHORT_PATIENCE:
+                late = [row for row, pause in pauses.items() if pause is None]
+                rule_faults.wait_no_longer(name, list(rows.values()), late)
+                pauses = {row: pause for row, pause in pauses.items() if pause is not None}
             self.paused |= {places[row]: pause for row, pause in pauses.items()}
         rule_faults.end(logits, {index: next(iter(its.values())) for index, its in self.rows.items()})
         return logits
@@ -158,9 +174,9 @@ def _check_grammar(key: str, field: Kind, source: str) -> None:
         raise ValueError(f"vllm_xargs {key}: {quoted(error)}") from None
 
 
-def paused(processors: Any) -> dict[int, Pause]:
+def paused(processors: Any) -> dict[int, Pause | None]:
     """Rows of the last call of vLLM's LogitsProcessors that are to get no token yet, by batch index."""
-    found: dict[int, Pause] = {}
+    found: dict[int, Pause | None] = {}
     for processor in processors.all:
         if isinstance(processor, RuleProcessor):
             found |= processor.paused

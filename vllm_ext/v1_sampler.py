@@ -69,7 +69,7 @@ class TreeSampler(RejectionSampler):  # type: ignore[misc]  # vLLM is untyped to
                 trees.accepted, emitted = walk(trees.row_start, tokens, trees.parents, rounds.draw)
             finally:
                 self.row_states.close()
-            if self.runner.pausing is not None:
+            if self.runner.may_pause:
                 emitted = [tokens[:-1] if tokens[-1] == PAUSED else tokens for tokens in emitted]
             logprobs = rounds.logprobs(max(1, *map(len, emitted)))
         if masks is not None:
@@ -172,14 +172,17 @@ class _Rounds:
             self._masks.apply(logits, requests, emitted)
         if self._runner.beside is not None:
             self._runner.beside.call(index.to(self._logits.device))
+        noise = self._runner.noise(requests)
         output = self._sampler(logits=logits, sampling_metadata=metadata)
         if output.logprobs_tensors is not None:
             self._parts.append((list(requests), output.logprobs_tensors))
         tokens: list[int] = output.sampled_token_ids[:, 0].tolist()
-        if self._runner.pausing is not None:
+        if self._runner.may_pause:
             for place, pause in paused(metadata.logitsprocs).items():
                 if self._runner.pause(requests[place], pause):
                     tokens[place] = PAUSED
+                    if requests[place] in noise:
+                        self._runner.input_batch.generators[requests[place]].set_state(noise[requests[place]])
         return tokens
 
     def logprobs(self, width: int) -> LogprobsTensors | None:

@@ -130,7 +130,7 @@ class RulesWorker(KVWorker):
         """vLLM's; what rules have noted goes with the tokens."""
         output = super().sample_tokens(grammar_output)
         runner = self.model_runner
-        if runner.pausing is not None and output is not None:
+        if runner.may_pause and output is not None:
             setattr(output, v1_branch_scheduler.PAUSES, runner.pauses)
         if self._reports and output is not None:
             notes = v1_rules.take_notes(runner.input_batch.logitsprocs, runner.input_batch.req_ids)

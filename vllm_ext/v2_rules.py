@@ -49,6 +49,9 @@ class RuleProcessor(LogitsProcessor):  # type: ignore[misc]  # vLLM is untyped t
     def __init__(self, vllm_config: Any, req_states: Any) -> None:
         self._rules = rules.load(self.settings.as_json, ModelVocabulary.of(vllm_config.model_config))
         self._states = req_states
+        # Ranks have different clocks, and must have the same rows.
+        several = vllm_config.parallel_config.world_size > 1
+        self._patience = None if several else rule_faults.SHORT_PATIENCE
         self._requests: dict[int, _Request] = {}  # by slot
 
     def is_under(self, slot: int) -> bool:
@@ -94,7 +97,9 @@ class RuleProcessor(LogitsProcessor):  # type: ignore[misc]  # vLLM is untyped t
             if rows:
                 place = torch.tensor(list(rows), device=logits.device)
                 part = logits[place]
-                rule_faults.apply(name, self._rules[name], part, list(rows.values()))
+                self._rules[name].patience = self._patience
+                late = rule_faults.apply(name, self._rules[name], part, list(rows.values()))
+                rule_faults.wait_no_longer(name, list(rows.values()), late)
                 logits[place] = part
         # Of a request's rows those before the first fault have been drawn from, and are right.
         rule_faults.end(

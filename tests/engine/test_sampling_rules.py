@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import re
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -480,3 +481,59 @@ def test_lark_is_a_grammar_as_vllm_has_it(plain: Any, trees: Any, rule: str) -> 
     for llm in (plain, trees):
         (answer,) = ask(llm, [params(SEEDED, **{f"{rule}_grammar": 'start: "yes" | "no"\n'})])
         assert answer.text in ("yes", "no")
+
+
+@pytest.mark.parametrize("which", ["plain", "trees"])
+def test_what_takes_too_long_ends_its_request(request: pytest.FixtureRequest, which: str) -> None:
+    llm = request.getfixturevalue(which)
+    (right,) = ask(llm, [params(GREEDY)])
+    llm.collective_rpc(limit_compiling, args=(0.005,))
+    try:
+        same, late = ask(llm, [params(GREEDY), params(SEEDED, awrs_regex="(.{0,450}[a-z]){0,500}")])
+    finally:
+        llm.collective_rpc(limit_compiling, args=(10.0,))
+    assert late.finish_reason == "error"
+    assert "takes more than 0.005 s to compile" in late.stop_reason
+    assert same.token_ids == right.token_ids
+    (after,) = ask(llm, [params(SEEDED, awrs_regex="[a-c]{4}")])
+    assert re.fullmatch("[a-c]{4}", after.text)
+
+
+def limit_compiling(worker: Any, seconds: float) -> None:
+    for processor in worker.model_runner.input_batch.logitsprocs.all:
+        if hasattr(processor, "paused"):
+            processor._rules["awrs"]._grammars._seconds = seconds
+
+
+@pytest.mark.parametrize("given", [{"asap_regex": "[a-e]{9}"}, {"awrs_regex": "[a-f]{9}"}])
+def test_rows_that_waited_draw_what_they_would_have(plain: Any, trees: Any, given: dict[str, str]) -> None:
+    """A seed's noise is not used up by waiting."""
+    for llm in (plain, trees):
+        llm.collective_rpc(forget_grammars)
+        waited = ask(llm, [params(SEEDED, **given), params(SEEDED)])
+        if "asap_regex" in given:
+            llm.collective_rpc(forget_futures)
+        ready = ask(llm, [params(SEEDED, **given), params(SEEDED)])
+        assert [each.token_ids for each in waited] == [each.token_ids for each in ready]
+
+
+def forget_grammars(worker: Any) -> None:
+    """And let the next ones take a while."""
+    from vllm_ext.samplers.kept import Kept
+
+    for processor in worker.model_runner.input_batch.logitsprocs.all:
+        if hasattr(processor, "paused"):
+            for name in ("asap", "awrs"):
+                rule = processor._rules[name]
+                making = rule._grammars._making
+                making.kept = Kept(64 << 20, lambda grammar: grammar.num_bytes)
+                making._pool.submit(time.sleep, 0.4)
+            processor._rules["asap"]._futures.clear()
+            processor._rules["asap"]._num_bytes = 0
+
+
+def forget_futures(worker: Any) -> None:
+    for processor in worker.model_runner.input_batch.logitsprocs.all:
+        if hasattr(processor, "paused"):
+            processor._rules["asap"]._futures.clear()
+            processor._rules["asap"]._num_bytes = 0

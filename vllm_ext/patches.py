@@ -72,11 +72,11 @@ def let_engines_save(seconds: float) -> None:
 
 
 def read_requests() -> None:
-    """Let rules with twins see a request's prompt, and strict servers its schema, where it is taken in. Idempotent.
+    """Let rules with twins see a request's prompt, strict servers its schema, and engines on V2 its lists. Idempotent.
 
     That is where they can refuse it with an HTTP 400. vLLM asks logits processors about a request's parameters alone,
     takes none of V1 next to its own speculation nor on its V2 runner, and knows no other place before the engine.
-    Engines without such rules that are not strict, and requests that are under none, are as before.
+    Where none of that is asked for, and for requests that are under none, all is as before.
     """
     from vllm.v1.engine.input_processor import InputProcessor
 
@@ -86,11 +86,12 @@ def read_requests() -> None:
 
     @functools.wraps(original)
     def process_inputs(self: Any, *args: Any, **kwargs: Any) -> Any:
-        from vllm_ext import structured_outputs, twins
+        from vllm_ext import structured_outputs, twins, v2_limits
 
         request = original(self, *args, **kwargs)
         structured_outputs.check_request(self.vllm_config, request)
         twins.prepare(self.vllm_config, request)
+        v2_limits.check_request(self.vllm_config, request)
         return request
 
     InputProcessor.process_inputs = process_inputs

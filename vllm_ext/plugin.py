@@ -192,6 +192,8 @@ def _create_engine_config(original: Any, engine_args: Any, *args: Any, **kwargs:
         logger.info("vllm-ext: model runner %s: %s", choice.runner, choice.reason)
         if choice.runner == "V2" and not runners.is_on_device(settings):
             logger.info("vllm-ext: %s: %s", settings.method, runners.WAITS)
+    if vllm_config.use_v2_model_runner and (settings is not None or ruled is not None):
+        patches.read_requests()
     if settings is not None or (ruled is not None and ruled.learns):
         # Our counters are a file named after the instance; vLLM's own five hex digits could meet on a busy host.
         vllm_config.instance_id = uuid.uuid4().hex

@@ -18,6 +18,10 @@ _OUTPUT = "vllm.v1.core.sched.output"
 
 V2_HOOKS = (
     *LAYER_HOOKS,
+    *(
+        Hook(f"{_GPU}.sample.logit_bias", name, None, "longer lists of a request are refused")
+        for name in ("MAX_NUM_ALLOWED_TOKEN_IDS", "MAX_NUM_LOGIT_BIAS_TOKENS", "MAX_NUM_STOP_TOKEN_IDS")
+    ),
     Hook("vllm.config", "VllmConfig.use_v2_model_runner", None, "tells which runner vLLM has chosen"),
     Hook(
         f"{_GPU}.spec_decode",

@@ -16,6 +16,7 @@ import torch
 from pydantic import Field, model_validator
 
 from vllm_ext.kernels.learned_arrays import Learned, check_array, check_names
+from vllm_ext.kernels.sparse import Int32
 from vllm_ext.kernels.token_mask import keep_tokens
 from vllm_ext.kernels.user_paths import UserPath
 from vllm_ext.samplers import grammar
@@ -30,7 +31,6 @@ from vllm_ext.samplers.base import (
     RuleParams,
     Vocabulary,
 )
-from vllm_ext.samplers.grammar import Grammar
 from vllm_ext.samplers.kept import digest
 
 KEY_BYTES = len(digest())
@@ -122,21 +122,20 @@ class AsapRule(LearningRule):
                 if row.end in row.output:
                     continue
                 found = self._grammars.of_row(row, "asap", patience)
-                if found is None:
+                ids = None if found is None else found.mask(row.output, patience)
+                if ids is None:
                     waiting.append(place)
                     patience = 0.0
                 else:
-                    self._apply(logits, place, row, found)
+                    self._apply(logits, place, row, ids)
             self.waiting = waiting
             if self.touch is not None:
                 self.touch()
 
-    def _apply(self, logits: torch.Tensor, place: int, row: Row, found: Grammar) -> None:
+    def _apply(self, logits: torch.Tensor, place: int, row: Row, ids: Int32) -> None:
         given = grammar.grammar_of(row.params, "asap")
         assert given is not None
         temperature = row.asked.temperature
-        behind = found.behind(row.output)
-        ids = np.empty(0, dtype=np.int32) if behind is None else behind.allowed()
         p = (logits[place].double() / temperature).softmax(0).cpu().numpy()[ids]
         prompt = np.array(row.prompt, dtype=np.int64).tobytes()
         future = self._future(digest(prompt, *given, temperature, row.end))
@@ -173,8 +172,7 @@ class AsapRule(LearningRule):
     def constraint(self, row: Row) -> Constraint | None:
         """See the base class."""
         found = self._grammars.of_row(row, "asap", None if self.patience is None else 0.0)
-        behind = None if found is None else found.behind(row.output)
-        return None if behind is None else behind.fork()
+        return None if found is None else found.constraint(row.output, self.patience)
 
     def learned(self) -> dict[str, Learned]:
         """See the base class."""

@@ -126,7 +126,7 @@ class AwrsRule(Rule):
         for place, row in enumerate(rows):
             if row.end in row.output:
                 continue
-            if row.params.awrs_check is None and self._grammars.of_row(row, "awrs", patience) is None:
+            if row.params.awrs_check is None and not self._is_ready(row, patience):
                 waiting.append(place)
                 patience = 0.0
                 continue
@@ -135,6 +135,18 @@ class AwrsRule(Rule):
             logits[place] = -torch.inf
             logits[place, token] = value if math.isfinite(value) else 0.0
 
+    def _is_ready(self, row: Row, patience: float | None) -> bool:
+        """Whether a row's grammar is there, and its mask where that takes long and may be asked for."""
+        found = self._grammars.of_row(row, "awrs", patience)
+        return found is not None and (not found.is_slow or found.mask(row.output, patience) is not None)
+
+    def _mask(self, row: Row) -> Int32:
+        found = self._grammars.of_row(row, "awrs", None)
+        assert found is not None
+        ids = found.mask(row.output, None)
+        assert ids is not None
+        return ids
+
     def _token(self, logits: torch.Tensor, row: Row) -> int:
         behind = self._behind(row)
         if behind is None:  # what was put out so far is not allowed
@@ -142,7 +154,7 @@ class AwrsRule(Rule):
             return row.end
 
         allowed = functools.partial(allows, behind)
-        all_allowed = behind.allowed if isinstance(behind, Behind) else None
+        all_allowed = functools.partial(self._mask, row) if isinstance(behind, Behind) else None
         if row.asked.temperature == 0.0:
             return _likeliest(logits, allowed, all_allowed, row.end)
         p = _softmax(logits, row.asked.temperature)
@@ -163,8 +175,10 @@ class AwrsRule(Rule):
 
     def constraint(self, row: Row) -> Constraint | None:
         """See the base class."""
-        behind = self._behind(row)
-        return behind.fork() if isinstance(behind, Behind) else behind
+        if row.params.awrs_check is not None:
+            return self._behind(row)
+        found = self._grammars.of_row(row, "awrs", None if self.patience is None else 0.0)
+        return None if found is None else found.constraint(row.output, self.patience)
 
 
 class Checked:

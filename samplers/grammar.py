@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import re
+import time
 from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
@@ -33,6 +34,8 @@ KINDS: dict[Kind, str] = {
 SYNTAX = {"json": "a JSON schema", "regex": "a regular expression", "grammar": "EBNF or Lark"}
 KEPT = 128  # matchers of a grammar
 MATCHER_BYTES = 5_000  # for JSON
+MASK_BYTES = 8 << 20  # of the masks that are kept of a grammar whose masks take long
+SLOW = 0.02  # seconds of a mask, of the processor's time
 COMPILE_SECONDS = Field(
     default=10.0,
     gt=0.0,
@@ -160,6 +163,9 @@ class Grammar:
     def __init__(self, compiled: Any, end: int, vocabulary: Vocabulary) -> None:
         self._compiled, self._end, self._vocabulary = compiled, end, vocabulary
         self._kept: OrderedDict[bytes, Behind] = OrderedDict()
+        self._masks: Making[Int32] = Making(Kept(MASK_BYTES, lambda ids: int(ids.nbytes)))
+        # Whether masks take long: then they are made beside the engine, and nothing is drafted by them.
+        self.is_slow = False
 
     @property
     def num_bytes(self) -> int:
@@ -188,6 +194,31 @@ class Grammar:
         if len(self._kept) > KEPT:
             self._kept.popitem(last=False)
         return found
+
+    def constraint(self, prefix: Sequence[int], patience: float | None) -> Behind | None:
+        """It behind a prefix, to draft by; None: nothing is drafted. Ranks, which have no patience, draft alike."""
+        if self.is_slow and patience is not None:
+            return None
+        behind = self.behind(prefix)
+        return None if behind is None else behind.fork()
+
+    def mask(self, prefix: Sequence[int], patience: float | None) -> Int32 | None:
+        """Tokens that may come behind a prefix, ascending; None where they are not there in time.
+
+        Args:
+            prefix: tokens since the prompt's end.
+            patience: see `vllm_ext.samplers.beside.Making.get`.
+        """
+        behind = self.behind(prefix)
+        if behind is None:
+            return np.empty(0, dtype=np.int32)
+        if self.is_slow:
+            key = digest(np.array(prefix, dtype=np.int32).tobytes())
+            return self._masks.get(key, behind.fork().allowed, patience)
+        started = time.thread_time()
+        ids = behind.allowed()
+        self.is_slow = time.thread_time() - started > SLOW
+        return ids
 
     def _matcher(self) -> Any:
         import xgrammar
@@ -266,7 +297,9 @@ class Grammars:
                     f"the grammar takes more than {self._seconds:g} s to compile, which is compile_seconds of the "
                     "server's rule; give a simpler one"
                 ) from None
-        return Grammar(compiled(self._compiler, kind, source), end, self._vocabulary)
+        grammar = Grammar(compiled(self._compiler, kind, source), end, self._vocabulary)
+        grammar.mask([], None)  # here, and not in a step, it is seen whether that takes long
+        return grammar
 
     @functools.cached_property
     def _info(self) -> Any:

@@ -6,6 +6,7 @@ the user's own, which vLLM refuses there.
 from __future__ import annotations
 
 import itertools
+import json
 import re
 import time
 from collections.abc import Iterator
@@ -537,3 +538,64 @@ def forget_futures(worker: Any) -> None:
         if hasattr(processor, "paused"):
             processor._rules["asap"]._futures.clear()
             processor._rules["asap"]._num_bytes = 0
+
+
+def properties(count: int) -> str:
+    names = {f"property_{number}": {"type": "string"} for number in range(count)}
+    return json.dumps({"type": "object", "properties": names, "required": list(names)})
+
+
+STALLS: dict[str, dict[str, Any]] = {
+    # Of these it is each mask that takes long, up to seconds.
+    "regex": {"asap_regex": "(.{0,500}[a-z]){0,500}"},
+    "awrs": {"awrs_regex": "(.{0,400}[a-z]){0,500}"},
+    "long": {"asap_json": '{"type": "string", "maxLength": 1000000}'},
+    "properties": {"asap_json": properties(600)},
+    "monitor": {
+        "monitor": "python",
+        "monitor_context": "x = [1]\n" * 5000 + "import collections\ncollections.",
+    },
+    "extract": {"extract": " a" * 49999, "extract_max_tokens": 1000},
+}
+
+
+SLOW_MASKS = {"regex", "awrs"}
+
+
+def gaps(llm: Any, given: SamplingParams | None) -> tuple[list[float], Any]:
+    """Seconds between the tokens of a request that runs beside another one, and what became of that."""
+    core, beside = llm.llm_engine, given is not None
+    free = SamplingParams(max_tokens=400, ignore_eos=True, temperature=0)
+    core.add_request("free", own_prompts()[0], free)
+    last, found, answer = None, [], None
+    while core.has_unfinished_requests():
+        for output in core.step():
+            if output.request_id == "beside" and output.finished:
+                answer = output.outputs[0]
+            if output.request_id == "free":
+                now = time.perf_counter()
+                if last is not None:
+                    found.append(now - last)
+                last = now
+                if len(output.outputs[0].token_ids) == 20 and given is not None:
+                    core.add_request("beside", own_prompts()[1], given.clone())
+                    given, last = None, None  # what this process does is not the engine's
+                if output.finished and beside and answer is None:
+                    core.add_request("free", own_prompts()[0], free)
+    return found, answer
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", STALLS)
+@pytest.mark.parametrize("which", ["plain", "trees"])
+def test_nobody_else_waits(request: pytest.FixtureRequest, which: str, name: str) -> None:
+    llm = request.getfixturevalue(which)
+    quiet = sorted(gaps(llm, None)[0])
+    sampling = {**(GREEDY if name == "monitor" else SEEDED), "max_tokens": 8 if name in SLOW_MASKS else 200}
+    bias = {"logit_bias": {llm.get_tokenizer().eos_token_id: -100.0}} if name == "extract" else {}
+    found, answer = gaps(llm, SamplingParams(**sampling, **bias, extra_args=STALLS[name]))
+    assert answer is not None
+    assert max(found) < max(0.3, 4 * quiet[-1]), (max(found), quiet[-1], answer)
+    if name != "long":  # which a slow machine may not compile in time
+        assert answer.finish_reason in ("stop", "length"), answer
+    print(f"{which} {name}: {max(found):.3f} s beside {quiet[-1]:.3f} s, then {answer.finish_reason}")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
+import threading
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
@@ -19,11 +20,12 @@ import torch
 from helpers import ASKED
 from pydantic import ValidationError
 
+from vllm_ext.samplers import grammar
 from vllm_ext.samplers.asap import ExpectedFuture
 from vllm_ext.samplers.asap_rule import AsapOptions, AsapParams, AsapRule
 from vllm_ext.samplers.awrs_rule import AwrsOptions, AwrsParams, AwrsRule
 from vllm_ext.samplers.base import Row, allows, text_of
-from vllm_ext.samplers.grammar import Grammars
+from vllm_ext.samplers.grammar import Behind, Grammars
 
 END, SPECIAL = 6, 0
 PATTERN = "0{3}|1[01]{2}"
@@ -114,6 +116,45 @@ def test_other_kinds_of_grammars(kind: Any, source: str, text: str) -> None:
     behind = grammars.behind(kind, source, END, TOY.encode(text))
     assert behind is not None
     assert behind.allowed().tolist() == [END]
+
+
+@pytest.mark.parametrize("rule", ["asap", "awrs"])
+def test_a_row_waits_for_a_mask_that_takes_long_and_is_then_as_ever(
+    rule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prefix = PREFIXES[1]
+    if rule == "asap":
+        made: Any = [asap(), asap()]
+        where = row(prefix, AsapParams(asap_regex=PATTERN))
+    else:
+        made = [AwrsRule.from_options(AwrsOptions(), TOY) for _ in range(2)]
+        where = row(prefix, AwrsParams(awrs_regex=PATTERN), seed=1)
+    expected = applied(made[0], where)
+    ruled = made[1]
+    monkeypatch.setattr(grammar, "SLOW", -1.0)  # any takes long
+    allowed, may_go_on = Behind.allowed, threading.Event()
+
+    def slow(self: Behind) -> Any:
+        may_go_on.wait(60)
+        return allowed(self)
+
+    ruled.patience = 60.0
+    where.kept.clear()
+    applied(ruled, where)  # compiles, and finds out
+    monkeypatch.setattr(Behind, "allowed", slow)
+    later = replace(where, output=list(PREFIXES[2]), kept=where.kept)
+    ruled.patience = 0.01
+    logits = logits_of(later.output)
+    before = logits.clone()
+    ruled.apply(logits, [later])
+    assert ruled.waiting == [0]
+    assert torch.equal(logits, before)
+    assert ruled.constraint(later) is None
+    may_go_on.set()
+    ruled.patience = 60.0
+    assert torch.equal(applied(ruled, later), applied(made[0], replace(later, kept={})))
+    assert not ruled.waiting
+    assert torch.equal(applied(ruled, where), expected)
 
 
 def test_the_first_answer_of_asap_is_plain_masking_to_the_last_bit() -> None:

@@ -207,7 +207,13 @@ def played(devices: list[Device], steps: int, vocab: int, level: int | None = No
 
 @pytest.mark.parametrize(
     ("width", "nodes", "longest", "static"),
-    [(3, 6, 1, False), (8, 15, 4, False), (2, 7, 8, False), (4, 40, 2, False), (8, 15, 4, True)],
+    [
+        (3, 6, 1, False),
+        pytest.param(8, 15, 4, False, marks=pytest.mark.slow),
+        (2, 7, 8, False),
+        pytest.param(4, 40, 2, False, marks=pytest.mark.slow),
+        (8, 15, 4, True),
+    ],
 )
 def test_the_forms_are_one(width: int, nodes: int, longest: int, static: bool) -> None:
     """Few places, so that contexts and pairs meet in them."""
@@ -338,9 +344,10 @@ def test_right_nodes_count() -> None:
 
 
 @pytest.mark.skipif(IN_INTERPRETER, reason="the parent process starts the other")
-def test_the_triton_form_passes_this_file_through_the_interpreter() -> None:
+@pytest.mark.parametrize("which", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
+def test_the_triton_form_passes_this_file_through_the_interpreter(which: str) -> None:
     env = os.environ | {"RECYCLING_TEST_BACKEND": "triton", "TRITON_INTERPRET": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", which, __file__]
     run = subprocess.run(
         command, env=env, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=False
     )

@@ -3,7 +3,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
+import os
+import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -53,3 +57,39 @@ def test_a_process_leaves_when_it_was_asked_to_and_has_shut_down(
     assert running.exitcode == status
     assert file.with_suffix(".after").exists()
     assert file.with_suffix(".before").exists() != leaves
+
+
+def orphan(folder: str, name: str) -> None:
+    """One whose parent dies: notes that it was asked to end, and does not."""
+    signal.signal(signal.SIGTERM, lambda *_: Path(folder, "asked").touch())
+    leaving.end_with_parent(0.05, grace=0.5)
+    Path(folder, "pid").write_text(str(os.getpid()))
+    for _ in range(600):
+        time.sleep(0.05)
+
+
+def parent(folder: str, name: str) -> None:
+    """Starts one, and is gone."""
+    multiprocessing.get_context("spawn").Process(target=orphan, args=(folder, name), name=name).start()
+    while not Path(folder, "pid").exists():
+        time.sleep(0.05)
+    os._exit(0)
+
+
+@pytest.mark.parametrize(("name", "ends"), [("EngineCore", True), ("a user's", False)])
+def test_an_engine_whose_server_was_killed_is_asked_to_end_and_ends(
+    tmp_path: Path, name: str, ends: bool
+) -> None:
+    running = multiprocessing.get_context("spawn").Process(target=parent, args=(str(tmp_path), name))
+    running.start()
+    running.join()
+    pid = int((tmp_path / "pid").read_text())
+    try:
+        deadline = time.monotonic() + (30 if ends else 2)
+        while Path(f"/proc/{pid}").exists() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert Path(f"/proc/{pid}").exists() != ends
+        assert (tmp_path / "asked").exists() == ends
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)

@@ -12,7 +12,10 @@ import functools
 import logging
 import multiprocessing
 import os
+import signal
 import sys
+import threading
+import time
 
 # How vLLM's processes are called that are no user's. Engines in a script's own process end as the script does.
 WORKER, ENGINE = "VllmWorker", "EngineCore"
@@ -28,6 +31,31 @@ def watch() -> None:
     """
     if multiprocessing.current_process().name.startswith((WORKER, ENGINE)):
         atexit.register(_leave)
+        end_with_parent()
+
+
+@functools.cache
+def end_with_parent(seconds: float = 1.0, grace: float = 30.0) -> None:
+    """In an engine's process: end when the server that started it is gone without a word, as after kill -9.
+
+    Workers see that of their engine; nobody looks after the engine, which would hold its memory for ever. It is asked to end first, so that what was learnt is saved.
+
+    Args:
+        seconds: between two looks.
+        grace: seconds from then on until it ends whatever it does.
+    """
+    if not multiprocessing.current_process().name.startswith(ENGINE):
+        return
+    parent = os.getppid()
+
+    def look() -> None:
+        while os.getppid() == parent:
+            time.sleep(seconds)
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(grace)
+        os._exit(1)
+
+    threading.Thread(target=look, name="vllm-ext-parent", daemon=True).start()
 
 
 def may_leave() -> None:

@@ -38,7 +38,8 @@ def watch() -> None:
 def end_with_parent(seconds: float = 1.0, grace: float = 30.0) -> None:
     """In an engine's process: end when the server that started it is gone without a word, as after kill -9.
 
-    Workers see that of their engine; nobody looks after the engine, which would hold its memory for ever. It is asked to end first, so that what was learnt is saved.
+    Workers see that of their engine; nobody looks after the engine, which would hold its memory for ever. It is asked
+    to end first, so that what was learnt is saved.
 
     Args:
         seconds: between two looks.

@@ -38,6 +38,7 @@ def test_methods_take_turns_within_a_round(monkeypatch: pytest.MonkeyPatch) -> N
     log: list[tuple[str, str, list[int]]] = []
     monkeypatch.setattr(FakeEngine, "log", log, raising=False)
     monkeypatch.setattr(bench, "Engine", FakeEngine)
+    monkeypatch.setattr(bench, "check_engines", lambda settings: None)
     monkeypatch.setattr(bench, "settle", lambda: True)
     monkeypatch.setattr(bench, "_compare", lambda *_, **__: None)
     monkeypatch.setattr(bench, "set_environment", lambda verbose: None)

@@ -392,7 +392,7 @@ def test_inputs_that_make_no_store(tmp_path: Path, model: str) -> None:
         build(tmp_path / "store", model, tmp_path / "nowhere")
     with pytest.raises(DatastoreError, match="there is no store"):
         datastore.read_header(tmp_path / "store")
-    with pytest.raises(ValueError, match="--tokenizer is missing"):
+    with pytest.raises(ValueError, match="--model is missing"):
         build(tmp_path / "store", None, tmp_path / "blank.txt")
 
 

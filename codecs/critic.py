@@ -7,7 +7,7 @@ least score is forgotten. So a request's memory is bounded however long its answ
 mattered for long makes room.
 
 Source: no paper of this name was found. This is eviction by accumulated attention as in "H2O: Heavy-Hitter Oracle",
-arXiv 2306.14048, section 4, for blocks, with a moving average in the place of the sum (old tokens have had more
+arXiv 2306.14048, section 4, for blocks, with a moving average instead of the sum (old tokens have had more
 chances) and tokens asked at fixed places as by SnapKV, arXiv 2404.14469; one choice for all layers and heads.
 """
 

@@ -43,7 +43,7 @@ def compile_cached(compiler: Callable[..., Any], *arguments: Any, **options: Any
     """numba's ``njit`` or ``cfunc`` as a decorator whose code is kept on disk where that can be done.
 
     A folder that is not writable, a full disk and a file that cannot be read cost the time to compile again, no more;
-    the latter two are logged, and the file is written anew.
+    the latter two are logged, and the file is written again.
     """
 
     def decorate(function: Any) -> Any:
@@ -91,7 +91,7 @@ class _ForgivingCache:
 
 
 def _forget(function: Any) -> None:
-    """Empty the list of what is kept of a function: the next start writes it anew."""
+    """Empty the list of what is kept of a function: the next start writes it again."""
     from numba.core.caching import FunctionCache
 
     with contextlib.suppress(OSError, RuntimeError):
@@ -101,7 +101,7 @@ def _forget(function: Any) -> None:
 @functools.cache
 def _warn_once(where: str, what: str) -> None:
     logger.warning(
-        "vllm-ext: numba's compiled code %s cannot be kept or read (%s): kernels are compiled anew, which takes up to "
+        "vllm-ext: numba's compiled code %s cannot be kept or read (%s): kernels are compiled again, which takes up to "
         "a minute at each start. Free the disk, or remove the folder; NUMBA_CACHE_DIR names another one.",
         where,
         what,

@@ -171,8 +171,7 @@ class AsapRule(LearningRule):
 
     def constraint(self, row: Row) -> Constraint | None:
         """See the base class."""
-        found = self._grammars.of_row(row, "asap", None if self.patience is None else 0.0)
-        return None if found is None else found.constraint(row.output, self.patience)
+        return self._grammars.constraint(row, "asap", self.patience)
 
     def learned(self) -> dict[str, Learned]:
         """See the base class."""

@@ -32,7 +32,7 @@ from vllm_ext.samplers.base import (
     load_function,
     text_of,
 )
-from vllm_ext.samplers.grammar import Behind
+from vllm_ext.samplers.grammar import Grammar
 from vllm_ext.samplers.messages import quoted
 
 NOISE = 0xA3F5  # in the seeds of draws: apart from those of other rules, and of vLLM's
@@ -126,35 +126,28 @@ class AwrsRule(Rule):
         for place, row in enumerate(rows):
             if row.end in row.output:
                 continue
-            if row.params.awrs_check is None and not self._is_ready(row, patience):
-                waiting.append(place)
-                patience = 0.0
-                continue
-            token = self._token(logits[place], row)
+            found = None
+            if row.params.awrs_check is None:
+                found = self._grammars.of_row(row, "awrs", patience)
+                # The mask may be asked for: where it takes long it has to be there.
+                if found is None or (found.is_slow and found.mask(row.output, patience) is None):
+                    waiting.append(place)
+                    patience = 0.0
+                    continue
+            token = self._token(logits[place], row, found)
             value = float(logits[place, token])
             logits[place] = -torch.inf
             logits[place, token] = value if math.isfinite(value) else 0.0
 
-    def _is_ready(self, row: Row, patience: float | None) -> bool:
-        """Whether a row's grammar is there, and its mask where that takes long and may be asked for."""
-        found = self._grammars.of_row(row, "awrs", patience)
-        return found is not None and (not found.is_slow or found.mask(row.output, patience) is not None)
-
-    def _mask(self, row: Row) -> Int32:
-        found = self._grammars.of_row(row, "awrs", None)
-        assert found is not None
-        ids = found.mask(row.output, None)
-        assert ids is not None
-        return ids
-
-    def _token(self, logits: torch.Tensor, row: Row) -> int:
-        behind = self._behind(row)
+    def _token(self, logits: torch.Tensor, row: Row, found: Grammar | None) -> int:
+        """One token; ``found``: the row's grammar, None where it has a check."""
+        behind = self._checked(row) if found is None else found.behind(row.output)
         if behind is None:  # what was put out so far is not allowed
             row.notes[len(row.output)] = -math.inf
             return row.end
 
         allowed = functools.partial(allows, behind)
-        all_allowed = functools.partial(self._mask, row) if isinstance(behind, Behind) else None
+        all_allowed = None if found is None else functools.partial(found.allowed, row.output)
         if row.asked.temperature == 0.0:
             return _likeliest(logits, allowed, all_allowed, row.end)
         p = _softmax(logits, row.asked.temperature)
@@ -167,18 +160,14 @@ class AwrsRule(Rule):
         # Where nothing is allowed the answer ends, and its weight says that it counts for nothing.
         return row.end if draw.token is None else draw.token
 
-    def _behind(self, row: Row) -> Checked | Behind | None:
-        if row.params.awrs_check is not None:
-            return Checked(self._checks[row.params.awrs_check], row, self._vocabulary)
-        found = self._grammars.of_row(row, "awrs", None if self.patience is None else 0.0)
-        return None if found is None else found.behind(row.output)
+    def _checked(self, row: Row) -> Checked:
+        return Checked(self._checks[row.params.awrs_check], row, self._vocabulary)
 
     def constraint(self, row: Row) -> Constraint | None:
         """See the base class."""
         if row.params.awrs_check is not None:
-            return self._behind(row)
-        found = self._grammars.of_row(row, "awrs", None if self.patience is None else 0.0)
-        return None if found is None else found.constraint(row.output, self.patience)
+            return self._checked(row)
+        return self._grammars.constraint(row, "awrs", self.patience)
 
 
 class Checked:

@@ -178,12 +178,11 @@ class Grammar:
         Args:
             prefix: tokens since the prompt's end.
         """
-        tokens = np.array(prefix, dtype=np.int32)
-        key = digest(tokens.tobytes())
+        key = _key(prefix)
         if key in self._kept:
             self._kept.move_to_end(key)
             return self._kept[key]
-        shorter = self._kept.get(digest(tokens[:-1].tobytes())) if len(tokens) else None
+        shorter = self._kept.get(_key(prefix[:-1])) if prefix else None
         if shorter is not None:
             found, rest = shorter.fork(), prefix[-1:]
         else:
@@ -213,17 +212,26 @@ class Grammar:
         if behind is None:
             return np.empty(0, dtype=np.int32)
         if self.is_slow:
-            key = digest(np.array(prefix, dtype=np.int32).tobytes())
-            return self._masks.get(key, behind.fork().allowed, patience)
+            return self._masks.get(_key(prefix), behind.fork().allowed, patience)
         started = time.thread_time()
         ids = behind.allowed()
         self.is_slow = time.thread_time() - started > SLOW
+        return ids
+
+    def allowed(self, prefix: Sequence[int]) -> Int32:
+        """`mask`, however long it takes."""
+        ids = self.mask(prefix, None)
+        assert ids is not None
         return ids
 
     def _matcher(self) -> Any:
         import xgrammar
 
         return xgrammar.GrammarMatcher(self._compiled, override_stop_tokens=[self._end])
+
+
+def _key(prefix: Sequence[int]) -> bytes:
+    return digest(np.array(prefix, dtype=np.int32).tobytes())
 
 
 class Grammars:
@@ -282,6 +290,11 @@ class Grammars:
         grammar = self.get(kind, source, end, None)
         assert grammar is not None
         return grammar.behind(prefix)
+
+    def constraint(self, row: Row, rule: str, patience: float | None) -> Behind | None:
+        """What a row's drafts go by; None where its grammar is not there yet, or nothing is drafted under it."""
+        found = self.of_row(row, rule, None if patience is None else 0.0)
+        return None if found is None else found.constraint(row.output, patience)
 
     @property
     def num_bytes(self) -> int:

@@ -8,7 +8,6 @@ seen the prompts before.
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -21,6 +20,7 @@ from vllm_ext.bench_engine import SETTLE_LIMIT_S, EncodedPrompt, Engine, chat_to
 from vllm_ext.bench_prompts import Prompt, evenly_spaced, load_prompts, rounds_of, turns_of
 from vllm_ext.bench_settings import PLAIN, Settings
 from vllm_ext.bench_stats import TIE_TOLERANCE, Divergence, first_difference, summarise
+from vllm_ext.console import hide_vllm_log
 
 
 @dataclass
@@ -169,8 +169,7 @@ def encode_prompts(settings: Settings, notices: list[str]) -> list[EncodedPrompt
 def set_environment(verbose: bool) -> None:
     """Before vLLM is imported: it reads these once. What the user has set stays."""
     if not verbose:
-        os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+        hide_vllm_log()
         os.environ.setdefault("PYTHONWARNINGS", "ignore")  # of the engines' processes
-        logging.getLogger("vllm").setLevel(logging.ERROR)  # of what it says before it reads the variable
     # This process has threads from the first engine on; a fork could inherit a held lock.
     os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")

@@ -22,8 +22,10 @@ def html(documents: Sequence[tuple[str, Any]]) -> str:
     """
     if not documents:
         raise ValueError("no figures to show; give at least one JSON file.")
-    over_http = [(name, raw) for name, raw in documents if isinstance(raw, dict) and "serving" in raw]
-    engines = [document for document in documents if document not in over_http]
+    engines: list[tuple[str, Any]] = []
+    over_http: list[tuple[str, Any]] = []
+    for name, raw in documents:
+        (over_http if isinstance(raw, dict) and "serving" in raw else engines).append((name, raw))
     found = sections(engines) if engines else []
     found += [serving_section(name, raw, number) for number, (name, raw) in enumerate(over_http)]
     return render("bench_report.html.jinja", sections=found)

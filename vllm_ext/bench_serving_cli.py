@@ -7,16 +7,13 @@ import shlex
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from rich.box import SIMPLE
 from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 
 from vllm_ext.bench_serving import ServingReport, ServingSettings, parse_limits, parse_loads, parse_urls
-from vllm_ext.bench_serving_stats import latency, number, same
+from vllm_ext.bench_serving_stats import latency, same
 from vllm_ext.bench_settings import Settings, short_labels
-from vllm_ext.bench_show import WIDEST
-from vllm_ext.console import wrapped
+from vllm_ext.bench_show import print_names, print_table
+from vllm_ext.bench_stats import number
 
 # Options of a bench over HTTP, and those that only a bench without it has, or only servers of our own.
 HTTP_OPTIONS = ("concurrency", "request_rate", "url")
@@ -92,22 +89,14 @@ def serving_settings(
 
 def show(console: Console, report: ServingReport) -> None:
     """Print two tables for each load, speed with latency and steps; below them what short names stand for."""
-    labels = list(dict.fromkeys(row["label"] for row in report.rows))
-    short = short_labels(labels)
+    short = short_labels(list(dict.fromkeys(row["label"] for row in report.rows)))
     for load in dict.fromkeys(row["load"] for row in report.rows):
         rows = [row for row in report.rows if row["load"] == load]
         for what, columns in (("milliseconds: median / p90 / p99", LATENCY), ("steps", STEPS)):
-            table = Table(title=f"{load}, {what}", title_justify="left", box=SIMPLE, padding=(0, 1, 0, 0))
             kept = [name for name, cell in columns.items() if any(cell(row) != "-" for row in rows)]
-            table.add_column("", no_wrap=True)
-            for name in kept:
-                table.add_column(name, justify="right", no_wrap=True)
-            for row in rows:
-                table.add_row(escape(short[row["label"]]), *(columns[name](row) for name in kept))
-            console.print(table, width=WIDEST, crop=False)  # in a narrow terminal lines go on
-    for label in labels:
-        if short[label] != label:
-            wrapped(console, f"{short[label]}: ", label)
+            cells = [(short[row["label"]], [columns[name](row) for name in kept]) for row in rows]
+            print_table(console, f"{load}, {what}", kept, cells)
+    print_names(console, short)
 
 
 Cells = dict[str, Callable[[dict[str, Any]], str]]

@@ -13,8 +13,9 @@ from vllm_ext import bench_plots
 from vllm_ext.bench_plots import Mark
 from vllm_ext.bench_report import Plot, Section, conditions_of, environments_of
 from vllm_ext.bench_saved import WAY_OUT, Figure, printable, reason
-from vllm_ext.bench_serving_stats import latency, number, same
+from vllm_ext.bench_serving_stats import latency, same
 from vllm_ext.bench_settings import PLAIN
+from vllm_ext.bench_stats import number
 from vllm_ext.bench_tables import Cell, Key, Table, figure_cell, is_lost, method_keys
 
 LATENCIES = ("ttft", "tpot", "itl", "e2el")
@@ -89,7 +90,7 @@ def serving_section(name: str, raw: Any, number_of_section: int) -> Section:
                 ("what steps were made of", STEPS),
             )
         ],
-        plots=_plots(rows, whole, keys, f"v{number_of_section}"),
+        plots=_plots(whole, keys, f"v{number_of_section}"),
         remarks=notices,
         environments=environments_of([(name, environment)]),
     )
@@ -156,16 +157,14 @@ def _summary(
     )
 
 
-def _plots(
-    rows: Sequence[ServingRow], whole: list[dict[str, Any]], keys: dict[str, Key], salt: str
-) -> list[Plot]:
+def _plots(rows: Sequence[dict[str, Any]], keys: dict[str, Key], salt: str) -> list[Plot]:
     """Over the concurrency, where there are several and no rates."""
-    if any(row.request_rate is not None for row in rows):
+    if any(row["request_rate"] is not None for row in rows):
         return []
-    flying = sorted({row.concurrency for row in rows if row.concurrency})
+    flying = sorted({row["concurrency"] for row in rows if row["concurrency"]})
     if len(flying) < 2:
         return []
-    labels = list(dict.fromkeys(row.label for row in rows))
+    labels = list(dict.fromkeys(row["label"] for row in rows))
 
     def lines(value: str, rounds: str | None = None) -> list[tuple[str, str, list[tuple[int, Mark]]]]:
         return [
@@ -182,7 +181,7 @@ def _plots(
                             [known for known in (row[rounds] if rounds else ()) if known is not None],
                         ),
                     )
-                    for row in sorted(whole, key=lambda row: int(row["concurrency"]))
+                    for row in sorted(rows, key=lambda row: int(row["concurrency"]))
                     if row["label"] == label
                 ],
             )

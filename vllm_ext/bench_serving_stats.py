@@ -9,7 +9,7 @@ from statistics import median
 from typing import Any
 
 from vllm_ext.bench_load import Load, Reply, Turn
-from vllm_ext.bench_stats import ratio
+from vllm_ext.bench_stats import number, ratio
 
 PERCENTILES = (50, 90, 99)
 LIMITS = ("ttft", "tpot", "e2el")  # as `vllm bench serve --goodput` has them
@@ -120,11 +120,6 @@ def _step_s(turns: Sequence[Turn]) -> float | None:
 def _is_good(reply: Reply, limits_ms: dict[str, float]) -> bool:
     found = {"ttft": reply.ttft_s, "tpot": reply.tpot_s or 0.0, "e2el": reply.latency_s}
     return all(found[name] * 1000 <= limit for name, limit in limits_ms.items())
-
-
-def number(value: float | None, form: str, unit: str = "") -> str:
-    """A figure, or a dash for none."""
-    return "-" if value is None else f"{value:{form}}{unit}"
 
 
 def latency(row: dict[str, Any], name: str) -> str:

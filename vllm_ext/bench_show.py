@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from rich.table import Table
 from vllm_ext.bench_doubts import doubts, is_doubtful
 from vllm_ext.bench_saved import Run
 from vllm_ext.bench_settings import short_labels
+from vllm_ext.bench_stats import number
 from vllm_ext.console import say, wrapped
 
 WIDEST = 200  # columns
@@ -36,24 +37,35 @@ def show(console: Console, entries: Sequence[dict[str, Any]]) -> None:
     e2e = {(entry["label"], entry["batch_size"]): entry["e2e_speedup_vs_plain"] for entry in entries}
     short = short_labels(list(dict.fromkeys(run.label for run in runs)))
     for size in dict.fromkeys(run.batch_size for run in runs):
-        table = Table(
-            title=f"batch size {size}", title_justify="left", box=SIMPLE, padding=(0, 1, 0, 0), pad_edge=False
-        )
-        table.add_column("method", no_wrap=True)
-        for header in HEADERS:
-            table.add_column(header, justify="right", no_wrap=True)
-        for run in runs:
-            if run.batch_size == size:
-                cells = _cells(run, e2e[run.label, size])
-                table.add_row(escape(short[run.label]), *cells)
-        console.print(table, width=WIDEST, crop=False)  # in a narrow terminal lines go on, and nothing is cut
-    for label, name in short.items():
-        if label != name:
-            wrapped(console, f"{name}: ", label)
+        rows = [
+            (short[run.label], _cells(run, e2e[run.label, size])) for run in runs if run.batch_size == size
+        ]
+        print_table(console, f"batch size {size}", HEADERS, rows)
+    print_names(console, short)
     for line in doubts(runs):
         console.print(
             f"[yellow]doubtful:[/] {escape(line)}", highlight=False, soft_wrap=not console.is_terminal
         )
+
+
+def print_table(
+    console: Console, title: str, headers: Iterable[str], rows: Iterable[tuple[str, Iterable[str]]]
+) -> None:
+    """Print a table of methods; in a narrow terminal lines go on, and nothing is cut."""
+    table = Table(title=title, title_justify="left", box=SIMPLE, padding=(0, 1, 0, 0), pad_edge=False)
+    table.add_column("method", no_wrap=True)
+    for header in headers:
+        table.add_column(header, justify="right", no_wrap=True)
+    for name, cells in rows:
+        table.add_row(escape(name), *cells)
+    console.print(table, width=WIDEST, crop=False)
+
+
+def print_names(console: Console, short: Mapping[str, str]) -> None:
+    """What the short names in tables stand for; by label."""
+    for label, name in short.items():
+        if label != name:
+            wrapped(console, f"{name}: ", label)
 
 
 HEADERS = (
@@ -69,22 +81,18 @@ HEADERS = (
 
 def _cells(run: Run, e2e_speedup: float | None) -> list[str]:
     wrong = run.wrong_divergences
-    speedup = _number(run.speedup_vs_plain, ".2f", "x")
+    speedup = number(run.speedup_vs_plain, ".2f", "x")
     return [
-        _number(run.tokens_per_s, ".1f"),
+        number(run.tokens_per_s, ".1f"),
         f"[yellow]{speedup} ?[/]" if is_doubtful(run) else speedup,
-        _number(e2e_speedup, ".2f", "x"),
-        _number(run.tokens_per_step, ".2f"),
-        _number(run.draft_tokens_per_step, ".2f"),
-        _number(run.draft_time_share, ".1%"),
+        number(e2e_speedup, ".2f", "x"),
+        number(run.tokens_per_step, ".2f"),
+        number(run.draft_tokens_per_step, ".2f"),
+        number(run.draft_time_share, ".1%"),
         "-"
         if wrong is None
         else f"{run.identical}/{run.tie_divergences}/" + (f"[red]{wrong}[/]" if wrong else "0"),
     ]
-
-
-def _number(value: float | None, form: str, unit: str = "") -> str:
-    return "-" if value is None else f"{value:{form}}{unit}"
 
 
 def say_where(console: Console, json_path: Path | None, html_path: Path | None) -> None:

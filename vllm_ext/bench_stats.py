@@ -79,6 +79,11 @@ def union_s(intervals: Sequence[tuple[float, float]]) -> float:
     return total
 
 
+def number(value: float | None, form: str, unit: str = "") -> str:
+    """A figure, or a dash for none."""
+    return "-" if value is None else f"{value:{form}}{unit}"
+
+
 def ratio(numerator: float | None, denominator: float | None) -> float | None:
     """None when either is missing or there is nothing to divide by."""
     return numerator / denominator if numerator is not None and denominator else None

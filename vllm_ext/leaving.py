@@ -25,7 +25,8 @@ _shut_down = False
 
 @functools.cache
 def watch() -> None:
-    """Early in a process: when `may_leave` has been called, it ends after the exit functions that are registered later.
+    """Early in a process: when `may_leave` has been called, it ends after the exit functions that are registered later;
+    an engine's also when its server is gone (`end_with_parent`).
 
     Those that were registered before, of Python itself and of torch, free memory and flush streams.
     """

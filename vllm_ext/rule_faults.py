@@ -46,7 +46,7 @@ def apply(
     Returns:
         The rows whose token is put off; None for those that wait for work beside the engine.
     """
-    before = logits.clone()
+    before = logits.clone() if len(rows) > 1 else logits
     try:
         rule.apply(logits, rows)
         return _put_off(rule)

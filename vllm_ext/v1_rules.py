@@ -125,12 +125,12 @@ class RuleProcessor(LogitsProcessor):  # type: ignore[misc]  # vLLM is untyped t
                 assert self.beside is not None
                 rule.beside = self.beside
                 self.beside.rows_are(None if len(rows) == len(logits) else places)
-            whole = len(rows) == len(logits)
-            part = logits if whole else logits[torch.tensor(places, device=logits.device)]
+            index = None if len(rows) == len(logits) else torch.tensor(places, device=logits.device)
+            part = logits if index is None else logits[index]
             rule.patience = self._patience
             pauses = rule_faults.apply(name, rule, part, list(rows.values()), self._at(rule, places))
-            if not whole:
-                logits[torch.tensor(places, device=logits.device)] = part
+            if index is not None:
+                logits[index] = part
             if self._patience == rule_faults.SHORT_PATIENCE:
                 late = [row for row, pause in pauses.items() if pause is None]
                 rule_faults.wait_no_longer(name, list(rows.values()), late)

@@ -391,7 +391,7 @@ def install(runner: Any) -> None:
 def _sample_rows_alone(runner: Any) -> None:
     """Thinking budgets as vLLM has them without speculation: a call of the sampler has one row of each request.
 
-    Where the blocks' sizes are not what it thought, vLLM makes the batch anew when it binds the caches.
+    Where the blocks' sizes are not what it thought, vLLM makes the batch again when it binds the caches.
     """
     runner.input_batch.thinking_budget_state_holder = maybe_create_thinking_budget_state_holder(
         runner.vllm_config.reasoning_config, runner.max_num_reqs, 0, runner.device, PIN_MEMORY

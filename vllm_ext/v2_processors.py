@@ -15,7 +15,7 @@ from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor
 
 
 class AskedProcessor(LogitsProcessor):  # type: ignore[misc]  # vLLM is untyped to us
-    """In the place of a finished sampler's own.
+    """Instead of a finished sampler's own.
 
     Args:
         processor: the user's; stays as it is.

@@ -2,18 +2,22 @@
 """Identifiers that exist: behind a dot, what a static analysis of the code so far says may come.
 
 A monitor is a function from code that ends with a dot to names. Until one of them is written out the next token must go
-on with it, or end it with a character that can be in no name; a monitor that knows no name forbids nothing.
+on with it, or end it with a character that can be in no name; a monitor that knows no name forbids nothing. What it
+knows of the repository that the code belongs to is the server's to say (`root`), and the request's where in it the code
+stands (`monitor_file`).
 
 Source: "Monitor-Guided Decoding of Code LMs with Static Analysis of Repository Context", arXiv 2306.10763, its monitor
-for dereferences.
+for dereferences. There the analysis is a language server's, of Java and others; here it is jedi's, of Python.
 """
 
 from __future__ import annotations
 
 import functools
-import importlib
+import inspect
 import re
+import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path, PurePosixPath
 
 import numpy as np
 import torch
@@ -21,6 +25,7 @@ from pydantic import Field
 
 from vllm_ext.kernels.sparse import Int32
 from vllm_ext.kernels.token_mask import keep_tokens
+from vllm_ext.samplers import python_monitor
 from vllm_ext.samplers.base import (
     Asked,
     Row,
@@ -35,9 +40,10 @@ from vllm_ext.samplers.beside import Making, Process
 from vllm_ext.samplers.kept import Kept, digest
 from vllm_ext.samplers.messages import quoted
 
-Monitor = Callable[[str], Sequence[str]]
+Monitor = Callable[[str, str | None], Sequence[str]]  # of code, and of where in the repository it stands
 PYTHON = "vllm_ext.samplers.python_monitor:attributes"
 KEPT_BYTES = 16 << 20  # of names behind dots, and of the tokens that begin them
+FRESH_SECONDS = 30  # how long what is known of code in a repository is taken to be so: its files change
 TAIL = 64  # tokens in which an identifier that was begun has its dot
 SITE = re.compile(r"(?<=[\w)\]}\"'])\.(\w*)\Z")
 HEAD = re.compile(r"\w*")
@@ -55,7 +61,14 @@ class MonitorOptions(RuleOptions):
     monitors: dict[str, str] = Field(
         default={},
         description="monitors that requests can name besides 'python', and the Python function of each, as "
-        "package.module:function; it is given code that ends with a dot, and returns the names that may follow",
+        "package.module:function; it is given code that ends with a dot, and as root and file, where it has parameters "
+        "of these names, what is below; it returns the names that may follow",
+    )
+    root: str | None = Field(
+        default=None,
+        min_length=1,
+        description="folder of the repository that the code belongs to, whose modules the monitor 'python' knows then; "
+        "whoever may send requests can learn names that are defined in it",
     )
 
 
@@ -65,6 +78,13 @@ class MonitorParams(RuleParams):
     monitor: str = Field(description="name of the monitor; 'python' completes attributes, by jedi")
     monitor_context: str | None = Field(
         default=None, description="code that stands before the output; none: what the prompt has"
+    )
+    monitor_file: str | None = Field(
+        default=None,
+        min_length=1,
+        max_length=1000,
+        description="where the code's file is, or will be, below the server's root: what it imports by dots is looked "
+        "up from there",
     )
 
 
@@ -83,15 +103,20 @@ class MonitorRule(Rule):
     Params = MonitorParams
 
     def __init__(
-        self, monitors: Mapping[str, Monitor], vocabulary: Vocabulary, apart: Process | None = None
+        self,
+        monitors: Mapping[str, Monitor],
+        vocabulary: Vocabulary,
+        apart: Process | None = None,
+        fresh: float | None = None,
     ) -> None:
         """
         Args:
             monitors: by name.
             vocabulary: the target's.
             apart: a process that the monitors run in.
+            fresh: seconds for which what they say is taken to be so; None: for good.
         """
-        self._vocabulary, self._apart = vocabulary, apart
+        self._vocabulary, self._apart, self._fresh = vocabulary, apart, fresh
         self._monitors = monitors
         # By digests: code may be long, and there is a dot in many of its places.
         self._names: Making[frozenset[str]] = Making(
@@ -104,10 +129,12 @@ class MonitorRule(Rule):
         """See the base class; they run in a process of their own."""
         process = Process(lambda: (f"{__name__}:prepare", [list(_all(options).values())]))
 
-        def ask(where: str, code: str) -> Sequence[str]:
+        root = None if options.root is None else str(_folder(options.root))
+
+        def ask(where: str, code: str, file: str | None) -> Sequence[str]:
             try:
                 names: Sequence[str] = process.call(
-                    f"{__name__}:call", [where, code], options.analysis_seconds
+                    f"{__name__}:call", [where, code, root, file], options.analysis_seconds
                 )
             except TimeoutError:
                 raise TimeoutError(
@@ -117,7 +144,7 @@ class MonitorRule(Rule):
             return names
 
         monitors = {name: functools.partial(ask, where) for name, where in _all(options).items()}
-        return cls(monitors, vocabulary, process)
+        return cls(monitors, vocabulary, process, FRESH_SECONDS if root else None)
 
     @classmethod
     def check(cls, options: MonitorOptions, vocab_size: int, tokenizer_hash: Callable[[], str]) -> None:
@@ -126,12 +153,14 @@ class MonitorRule(Rule):
             load_function(f"monitors.{name}", where)
         if "python" not in options.monitors:
             try:
-                importlib.import_module("jedi")
+                python_monitor.find_jedi()
             except ImportError as error:
                 raise ValueError(
                     f"monitors: the monitor 'python' needs jedi ({error}): pip install 'vllm-ext[monitor]'; or name "
                     "one of your own 'python'"
                 ) from None
+        if options.root is not None:
+            _folder(options.root)
 
     @classmethod
     def problem(cls, options: MonitorOptions, params: MonitorParams, asked: Asked) -> str | None:
@@ -139,6 +168,17 @@ class MonitorRule(Rule):
         if params.monitor not in _all(options):
             known = ", ".join(map(repr, _all(options)))
             return f"monitor={quoted(params.monitor)} is not allowed; allowed: {known}"
+        if (file := params.monitor_file) is not None:
+            if options.root is None:
+                return (
+                    f"monitor_file={quoted(file)}: this server knows no repository; start it with root in the options "
+                    "of rule 'monitor', or leave monitor_file out"
+                )
+            if file.startswith("/") or ".." in PurePosixPath(file).parts or "\0" in file:
+                return (
+                    f"monitor_file={quoted(file)} is not allowed; allowed: a path below the server's root, such as "
+                    "'package/module.py'"
+                )
         if asked.structured:
             return "monitor does not go with structured_outputs (response_format): leave one of them out"
         return None
@@ -147,7 +187,7 @@ class MonitorRule(Rule):
         """See the base class."""
         _ = self._by_text
         if self._apart is not None:  # it starts, and imports what most code needs
-            self._names.get(digest("warm up"), lambda: self._ask("python", "import os\nos."), 0.0)
+            self._names.get(digest("warm up"), lambda: self._ask("python", "import os\nos.", None), 0.0)
 
     def apply(self, logits: torch.Tensor, rows: Sequence[Row]) -> None:
         """See the base class."""
@@ -184,8 +224,12 @@ class MonitorRule(Rule):
         if code is None or site is None:
             return None
         before, typed = code[: site.start(1)], site[1]
-        key = digest(row.params.monitor, before)
-        names = self._names.get(key, lambda: self._ask(row.params.monitor, before), patience)
+        file, age = (
+            row.params.monitor_file,
+            "" if self._fresh is None else str(time.monotonic() // self._fresh),
+        )
+        key = digest(row.params.monitor, before, file or "", age)
+        names = self._names.get(key, lambda: self._ask(row.params.monitor, before, file), patience)
         if names is None:
             raise _NotYet
         ids = self._ids.of(digest(key, typed), lambda: self._tokens(names, typed))
@@ -217,9 +261,9 @@ class MonitorRule(Rule):
     def _text(self, tokens: Sequence[int]) -> str:
         return text_of(self._vocabulary, tokens).decode(errors="replace")
 
-    def _ask(self, monitor: str, code: str) -> frozenset[str]:
+    def _ask(self, monitor: str, code: str, file: str | None) -> frozenset[str]:
         """Names behind the dot that some code ends with."""
-        return frozenset(name for name in self._monitors[monitor](code) if name)
+        return frozenset(name for name in self._monitors[monitor](code, file) if name)
 
     def _tokens(self, names: frozenset[str], typed: str) -> Int32 | None:
         """Tokens that go on with a name of which some is there; None where there is no such name."""
@@ -256,12 +300,33 @@ def prepare(monitors: list[str]) -> None:
     for where in monitors:
         load_function("monitors", where)
     if PYTHON in monitors:
-        call(PYTHON, "import os\nos.")
+        call(PYTHON, "import os\nos.", None, None)
 
 
-def call(where: str, code: str) -> list[str]:
+def call(where: str, code: str, root: str | None, file: str | None) -> list[str]:
     """In the monitors' process: what one of them says."""
-    return [str(name) for name in load_function("monitors", where)(code)]
+    monitor = load_function("monitors", where)
+    known = {"root": root, "file": file}
+    try:
+        wanted = set(inspect.signature(monitor).parameters)
+    except ValueError:  # one that is not written in Python
+        wanted = set()
+    return [str(name) for name in monitor(code, **{name: known[name] for name in known if name in wanted})]
+
+
+def _folder(root: str) -> Path:
+    """A repository's.
+
+    Raises:
+        ValueError: it is none.
+    """
+    try:
+        folder = Path(root).expanduser().absolute()
+        if folder.is_dir():
+            return folder
+    except (RuntimeError, ValueError, OSError):
+        pass
+    raise ValueError(f"root={quoted(root)} is no folder; name that of the repository, or leave root out")
 
 
 def _all(options: MonitorOptions) -> dict[str, str]:

@@ -29,6 +29,7 @@ SETTINGS = rules.RuleSettings(
             {
                 "trie": {"files": {"products": "/none"}},
                 "awrs": {"checks": {"sql": "my_package:sql"}},
+                "monitor": {"root": "/none"},
                 **dict.fromkeys(("contrastive", "anchored", "entropy_adaptive", "lol"), COMPANION),
                 **{each: {"file": "/none"} for each in ("svdecode", "caad")},
             }.get(name, {})
@@ -51,7 +52,12 @@ TEXTS = {
     "awrs_grammar": 'root ::= "a"',
     "awrs_check": "sql",
 }
-NEEDED = {"extract_max_tokens": "extract", "monitor_context": "monitor", "rpg_count": "rpg"}
+NEEDED = {
+    "extract_max_tokens": "extract",
+    "monitor_context": "monitor",
+    "monitor_file": "monitor",
+    "rpg_count": "rpg",
+}
 GREEDY = ("momentum", "adadec")
 CONTEXT = {"cad_context": "Hi"}  # without which cad has nothing to leave out
 

@@ -72,7 +72,7 @@ def test_a_long_context_is_not_kept_for_each_of_its_dots() -> None:
 
     asked: list[int] = []
 
-    def names(code: str) -> list[str]:
+    def names(code: str, file: str | None) -> list[str]:
         asked.append(len(code))
         return ["name"]
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -52,7 +53,7 @@ def row(text: str, prompt: str = "", **params: Any) -> Row:
 def rule_of(names: Sequence[str]) -> tuple[MonitorRule, list[str]]:
     asked: list[str] = []
 
-    def known(code: str) -> Sequence[str]:
+    def known(code: str, file: str | None) -> Sequence[str]:
         asked.append(code)
         return names
 
@@ -143,7 +144,7 @@ def test_what_is_the_code(text: str, given: dict[str, Any], code: str) -> None:
 
 
 def test_rows_of_several_requests() -> None:
-    rule = MonitorRule({"names": lambda code: ["ab"], "others": lambda code: ["name"]}, PIECES)
+    rule = MonitorRule({"names": lambda *_: ["ab"], "others": lambda *_: ["name"]}, PIECES)
     logits = torch.zeros(3, PIECES.size)
     rule.apply(logits, [row("x."), row("x.", monitor="others"), row("x")])
     found = [{PIECES.pieces[i] for i in torch.isfinite(one).nonzero().flatten().tolist()} for one in logits]
@@ -154,7 +155,7 @@ def test_rows_of_several_requests() -> None:
 
 def test_a_monitor_that_fails_raises() -> None:
     """The engine adapter ends the request."""
-    rule = MonitorRule({"names": lambda code: [code[999]]}, PIECES)
+    rule = MonitorRule({"names": lambda code, _: [code[999]]}, PIECES)
     for _ in range(2):
         with pytest.raises(IndexError):
             allowed(rule, row("x."))
@@ -216,6 +217,129 @@ def test_where_others_may_exist_nothing_is_known(code: str) -> None:
 )
 def test_code_behind_strings_is_code(code: str) -> None:
     assert "upper" in attributes(code)
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> str:
+    """Two modules in a package below ``src``, one beside it, and one outside."""
+    package = tmp_path / "repository" / "src" / "shop"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("")
+    (package / "models.py").write_text("class Order:\n    total = 1\n\n    def ship(self): ...\n")
+    (package / "views.py").write_text("def show(order): ...\n")
+    root = tmp_path / "repository"
+    (root / "tool.py").write_text(
+        "from shop.models import Order\nfrom shop.views import show\n\n\ndef made():\n    return Order()\n\n\n"
+        "show(made())\n"
+    )
+    (tmp_path / "outside.py").write_text("a_secret = 1\n")
+    return str(root)
+
+
+@pytest.mark.parametrize(
+    ("code", "file"),
+    [
+        ("from shop.models import Order\nOrder().", None),
+        ("from shop import models\nmodels.Order().", "tests/test_shop.py"),
+        ("import tool\ntool.made().", None),
+        ("from .models import Order\nOrder().", "src/shop/cart.py"),
+        ("from ..models import Order\nOrder().", "src/shop/parts/cart.py"),
+        # What a function is called with elsewhere.
+        ("def show(order):\n    order.", "src/shop/views.py"),
+    ],
+)
+def test_the_repository_is_known(repository: str, code: str, file: str | None) -> None:
+    assert {"total", "ship"} <= set(attributes(code, repository, file))
+    assert not attributes(code)
+
+
+@pytest.mark.parametrize("with_root", [False, True])
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import sys\nsys.path.append({folder!r})\nimport outside\noutside.",
+        "import sys\nsys.path.insert(0, {folder!r})\nimport outside\noutside.",
+        "import sys\nsys.path += [{folder!r}]\nimport outside\noutside.",
+        "import sys\n(sys  # so\n .path.append({folder!r}))\nimport outside\noutside.",
+        "from ...{dotted} import outside\noutside.",
+        "from .. import outside\noutside.",
+        "from ... import outside\noutside.",
+    ],
+)
+def test_other_folders_are_not_told_of(repository: str, code: str, with_root: bool) -> None:
+    """Of what a request may name it learns nothing, unless the server has named it."""
+    folder = str(Path(repository).parent)
+    told = code.format(folder=folder, dotted=folder.replace("/", ".").strip("."))
+    place = (repository, "tool2.py") if with_root else ()
+    assert "a_secret" not in attributes(told, *place)
+
+
+def test_it_would_be_told_of() -> None:
+    """jedi itself follows such code: the test above can fail."""
+    script = (
+        "import jedi, os, pathlib, tempfile; folder = tempfile.mkdtemp(); "
+        "pathlib.Path(folder, 'outside.py').write_text('a_secret = 1'); "
+        "code = f'import sys\\nsys.path.append({folder!r})\\nimport outside\\noutside.'; "
+        "project = jedi.Project(os.devnull, sys_path=[], smart_sys_path=False); "
+        "assert 'a_secret' in [name.name for name in jedi.Script(code, project=project).complete()]"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True)
+
+
+def test_a_jedi_that_is_not_known_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from jedi.inference import imports  # type: ignore[import-untyped]
+
+    monkeypatch.delattr(imports, "_level_to_base_import_path")
+    with pytest.raises(ValueError, match=r"needs jedi .*is not known here; install jedi 0\.20"):
+        MonitorRule.check(MonitorOptions(), 8, lambda: "")
+
+
+def test_files_are_below_the_root(repository: str, tmp_path: Path) -> None:
+    options = MonitorOptions(root=repository)
+    MonitorRule.check(options, 8, lambda: "")
+    asked = MonitorParams(monitor="python", monitor_file="src/shop/cart.py")
+    assert MonitorRule.problem(options, asked, ASKED) is None
+    assert "start it with root" in str(MonitorRule.problem(MonitorOptions(), asked, ASKED))
+    for file in ("/etc/x.py", "../x.py", "a/../../x.py", "a\0.py"):
+        params = MonitorParams(monitor="python", monitor_file=file)
+        assert "a path below the server's root" in str(MonitorRule.problem(options, params, ASKED)), file
+    for root in (str(tmp_path / "none"), str(Path(repository, "tool.py")), "a\0", "~nobody-of-that-name/x"):
+        with pytest.raises(ValueError, match=r"root=.* is no folder; name that of the repository"):
+            MonitorRule.check(MonitorOptions(root=root), 8, lambda: "")
+
+
+def test_the_rule_tells_monitors_where_the_code_stands(
+    repository: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a_users.py").write_text(
+        "from pathlib import Path\n\n\ndef sees(code, root, file):\n    return [Path(root).name, Path(file).stem]\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    options = MonitorOptions(root=repository, monitors={"mine": "a_users:sees"})
+    rule = MonitorRule.from_options(options, PIECES)
+    own = row("x.", monitor="mine", monitor_file="src/name.py")
+    found = allowed(rule, own)
+    assert found is not None
+    assert {PIECES.pieces[token] for token in found} == {b"r", b"n", b"na", b"name", b"name("}
+    asked = {"monitor": "python", "monitor_file": "src/shop/cart.py"}
+    found = allowed(rule, row("from .models import Order\nOrder().", **asked))
+    assert found is not None
+    assert {PIECES.pieces[token] for token in found} == {b"s", b"t", b"_"}
+
+
+def test_files_of_a_repository_are_looked_at_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr("vllm_ext.samplers.monitor.time.monotonic", lambda: now[0])
+    asked: list[str] = []
+
+    def known(code: str, file: str | None) -> Sequence[str]:
+        asked.append(code)
+        return ["name"]
+
+    rule = MonitorRule({"names": known}, PIECES, fresh=30.0)
+    for now[0] in (100.0, 101.0, 160.0):
+        assert allowed(rule, row("x.")) is not None
+    assert len(asked) == 2
 
 
 def test_compiled_modules_are_not_imported_here() -> None:

@@ -6,9 +6,12 @@ they attend to; a block's score is ``decay`` times what it was and the rest of t
 least score is forgotten. So a request's memory is bounded however long its answer grows, and a block that has not
 mattered for long makes room.
 
-Source: no paper of this name was found. This is eviction by accumulated attention as in "H2O: Heavy-Hitter Oracle",
-arXiv 2306.14048, section 4, for blocks, with a moving average instead of the sum (old tokens have had more
-chances) and tokens asked at fixed places as by SnapKV, arXiv 2404.14469; one choice for all layers and heads.
+Source: CRITIC, the cache reduction by token importance of "Scaling Test-Time Inference with Policy-Optimized, Dynamic
+Retrieval-Augmented Generation via KV Caching and Decoding", arXiv 2504.01281. Of that paper nothing else is built: not
+PORAG, which trains how retrieved text is used, nor ATLAS, which decides when and what to retrieve. Of CRITIC the idea is
+built, by one measure of importance, attention: it is accumulated as in "H2O: Heavy-Hitter Oracle", arXiv 2306.14048,
+section 4, for blocks, by a moving average instead of the sum (old tokens have had more chances), and asked of the last
+tokens as in SnapKV, arXiv 2404.14469. One choice serves all layers and heads; the budget is given, not adapted.
 """
 
 from __future__ import annotations
@@ -32,7 +35,7 @@ class Critic(SelectingCodec):
 
     name = "critic"
     summary = "blocks within a budget, by an average of what attends to them"
-    paper = "after arXiv 2306.14048"
+    paper = "after arXiv 2504.01281, 2306.14048"
     Options = CriticOptions
 
     def next_moment(self, after: int, prompt_len: int) -> int | None:

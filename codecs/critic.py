@@ -8,8 +8,8 @@ mattered for long makes room.
 
 Source: CRITIC, the cache reduction by token importance of "Scaling Test-Time Inference with Policy-Optimized, Dynamic
 Retrieval-Augmented Generation via KV Caching and Decoding", arXiv 2504.01281. Of that paper nothing else is built: not
-PORAG, which trains how retrieved text is used, nor ATLAS, which decides when and what to retrieve. Of CRITIC the idea is
-built, by one measure of importance, attention: it is accumulated as in "H2O: Heavy-Hitter Oracle", arXiv 2306.14048,
+PORAG, which trains how retrieved text is used, nor ATLAS, which decides when and what to retrieve. Of CRITIC the idea
+is built, by one measure of importance, attention: it is accumulated as in "H2O: Heavy-Hitter Oracle", arXiv 2306.14048,
 section 4, for blocks, by a moving average instead of the sum (old tokens have had more chances), and asked of the last
 tokens as in SnapKV, arXiv 2404.14469. One choice serves all layers and heads; the budget is given, not adapted.
 """

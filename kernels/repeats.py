@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from vllm_ext.kernels.sparse import Int32
 
-Symbols = npt.NDArray[np.uint8]
+Symbols = npt.NDArray[np.uint16]
 
 NO_LINE = -1  # in the place of an indentation, where no line starts
 
@@ -34,7 +34,7 @@ def longest(symbols: Symbols, indents: Int32, newline: int, shortest: int, copie
     the last copy has to end where the sequence does.
 
     Args:
-        symbols: uint8 ``[num_symbols]``.
+        symbols: uint16 ``[num_symbols]``.
         indents: int32 ``[num_symbols]``, how far the line is indented that starts there, or `NO_LINE`.
         newline: the symbol of a line's end.
         shortest: least period.

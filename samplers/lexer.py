@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 import keyword
 import re
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -58,38 +59,70 @@ _QUOTE = re.compile(rb"[rRbBfFuU]{0,2}(?:[\"']|`(?!``))")
 _KINDS = {"string": STRING, "number": NUMBER}
 
 
-class Code(NamedTuple):
-    """A text by its classes."""
+class Line(NamedTuple):
+    """A line of a text, or of code several that are one statement."""
 
-    symbols: Symbols  # uint8 [num_symbols]
+    text: bytes  # without its end
+    symbols: bytes  # uint16 [num_symbols], with its end's where it has one
+    classes: bytes  # uint8 [num_symbols]
+    indent: int  # how many spaces and tabs it begins with; NO_LINE: it begins in a string, or has nothing
+    inside: bytes  # what would close the string or comment that is open behind it
+    is_open: bool  # whether it ends in a comment, or behind a quotation mark that nothing closes
+
+
+class Code(NamedTuple):
+    """A text by its classes, or by symbols that say more."""
+
+    symbols: Symbols  # uint16 [num_symbols]
+    classes: bytes  # uint8 [num_symbols] of each symbol's first character
     indents: Int32  # int32 [num_symbols] how many spaces and tabs the line has that starts there, or NO_LINE
 
 
 def lex(text: bytes) -> Code:
     """The classes of a text. The end of its last line is none, and of a word that it ends with more may come."""
-    parts, starts, indents = [], [], []
-    inside, fresh, length = b"", True, 0
+    return joined(lines_of(text))
+
+
+def lines_of(text: bytes) -> list[Line]:
+    """A text's lines; the last one has no end."""
+    found = []
+    inside, fresh = b"", True
     *lines, last = text.split(b"\n")
     for line in lines:
-        symbols, inside, _ = _line(line, inside)
-        if fresh and symbols:
-            starts.append(length)
-            indents.append(_indent(line))
+        classes, inside, is_open = _line(line, inside)
+        starts = fresh and classes
+        if classes:
             fresh = False
         if not fresh and not inside:
-            symbols += b"\n"
+            classes += b"\n"
             fresh = True
-        parts.append(symbols)
-        length += len(symbols)
-    symbols, inside, is_open = _line.__wrapped__(last, inside)  # no other text will have it
-    parts.append(symbols + bytes([OPEN] if inside or is_open else []))
-    if fresh and parts[-1]:
-        starts.append(length)
-        indents.append(_indent(last))
-    found = np.frombuffer(b"".join(parts), dtype=np.uint8)
-    at = np.full(len(found), NO_LINE, dtype=np.int32)
-    at[starts] = indents
-    return Code(found, at)
+        found.append(
+            Line(line, wide(classes), classes, indent_of(line) if starts else NO_LINE, inside, is_open)
+        )
+    classes, inside, is_open = _line.__wrapped__(last, inside)  # no other text will have it
+    classes += bytes([OPEN] if inside or is_open else [])
+    found.append(
+        Line(last, wide(classes), classes, indent_of(last) if fresh and classes else NO_LINE, inside, is_open)
+    )
+    return found
+
+
+def joined(lines: Sequence[Line]) -> Code:
+    """Lines as one text."""
+    symbols = np.frombuffer(b"".join([line.symbols for line in lines]), dtype=np.uint16)
+    indents = np.full(len(symbols), NO_LINE, dtype=np.int32)
+    length = 0
+    for line in lines:
+        if line.indent != NO_LINE:
+            indents[length] = line.indent
+        length += len(line.classes)
+    return Code(symbols, b"".join([line.classes for line in lines]), indents)
+
+
+@functools.lru_cache(1 << 14)
+def wide(classes: bytes) -> bytes:
+    """uint8 as uint16."""
+    return np.frombuffer(classes, dtype=np.uint8).astype(np.uint16).tobytes()
 
 
 def first_class(piece: bytes) -> int | None:
@@ -142,5 +175,6 @@ def _line(line: bytes, inside: bytes) -> tuple[bytes, bytes, bool]:
             return bytes(classes), b"", is_open
 
 
-def _indent(line: bytes) -> int:
+def indent_of(line: bytes) -> int:
+    """How many spaces and tabs it begins with."""
     return len(line) - len(line.lstrip())

@@ -1,20 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """Code that repeats its own structure: what would open another copy of a block is made less likely, copy by copy.
 
-The last lines of the output are read as lexical classes (`lexer.py`), in which ``elif x == 1: return a`` and
-``elif y == 2: return b`` are alike. Where these end with a block several times in a row, tokens that it could begin
-with lose ``gamma * log(1 + copies)`` of their logit; all other rows, and all other tokens, stay as they are, bit for
-bit.
+The last lines of the output are read as symbols, in which ``elif x == 1: return a`` and ``elif y < 2: return b`` are
+alike: Python as the rules of its grammar (`python_rules.py`) where a parser is installed, all else as lexical classes
+(`lexer.py`). Where these end with a block several times in a row, tokens that it could begin with lose
+``gamma * log(1 + copies)`` of their logit; all other rows, and all other tokens, stay as they are, bit for bit.
 
 Source: "Rethinking Repetition Problems of LLMs in Code Generation" (RPG), arXiv 2505.10402. Two things differ. There
-the sequence is that of a grammar's rules, from a parser of each language; lexical classes need none, and survive code
-that is not whole. And the paper's decay is its own; here it is the above, with a gamma to choose.
+all languages have a parser; here Python has one, and the others' lexical classes need none. And the paper's decay is
+its own; here it is the above, with a gamma to choose.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -26,6 +27,9 @@ from vllm_ext.kernels.sparse import Int32
 from vllm_ext.samplers import lexer
 from vllm_ext.samplers.base import Asked, Row, Rule, RuleOptions, RuleParams, Vocabulary, text_of
 from vllm_ext.samplers.lexer import NAME, NEWLINE, WORDS, Code
+from vllm_ext.samplers.python_rules import PythonRules
+
+logger = logging.getLogger("vllm.vllm_ext")
 
 # Of these alone no block is made: they close what was opened, or stand between it.
 CLOSING = b"\n)]};,"
@@ -36,6 +40,11 @@ class RpgOptions(RuleOptions):
 
     window: int = Field(
         default=1024, ge=16, le=65_536, description="how many of the last tokens are looked at"
+    )
+    parser: bool | None = Field(
+        default=None,
+        description="whether Python is read by its grammar, for which parso must be installed, and not by lexical "
+        "classes; null: if it is",
     )
 
 
@@ -56,13 +65,39 @@ class RpgRule(Rule):
     Options = RpgOptions
     Params = RpgParams
 
-    def __init__(self, vocabulary: Vocabulary, window: int) -> None:
-        self._vocabulary, self._window = vocabulary, window
+    def __init__(
+        self, vocabulary: Vocabulary, window: int, read: Callable[[bytes], Code] = lexer.lex
+    ) -> None:
+        """
+        Args:
+            vocabulary: the target's.
+            window: how many of the last tokens are looked at.
+            read: a text's symbols.
+        """
+        self._vocabulary, self._window, self._read = vocabulary, window, read
 
     @classmethod
     def from_options(cls, options: RpgOptions, vocabulary: Vocabulary) -> RpgRule:
         """See the base class."""
-        return cls(vocabulary, options.window)
+        if options.parser is False:
+            return cls(vocabulary, options.window)
+        try:
+            return cls(vocabulary, options.window, PythonRules().read)
+        except ImportError as error:
+            logger.info("vllm-ext: rule 'rpg' reads Python by lexical classes, not by its grammar: %s", error)
+            return cls(vocabulary, options.window)
+
+    @classmethod
+    def check(cls, options: RpgOptions, vocab_size: int, tokenizer_hash: Callable[[], str]) -> None:
+        """See the base class."""
+        if options.parser:
+            try:
+                PythonRules()
+            except ImportError as error:
+                raise ValueError(
+                    f"parser=True needs parso ({error}): pip install 'vllm-ext[monitor]', which brings it, or leave "
+                    "parser out"
+                ) from None
 
     @classmethod
     def problem(cls, options: RpgOptions, params: RpgParams, asked: Asked) -> str | None:
@@ -72,7 +107,7 @@ class RpgRule(Rule):
     def warm_up(self) -> None:
         """See the base class."""
         _ = self._openers
-        repeat_of(lexer.lex(b"a"), 2)
+        repeat_of(self._read(b"a"), 2)
 
     def apply(self, logits: torch.Tensor, rows: Sequence[Row]) -> None:
         """See the base class."""
@@ -80,11 +115,11 @@ class RpgRule(Rule):
             if row.end in row.output:
                 continue
             text = self._text(row.output)
-            code = lexer.lex(text)
+            code = self._read(text)
             period, copies = repeat_of(code, row.params.rpg_count)
             if not copies:
                 continue
-            ids = self._opening(int(code.symbols[-period]), lexer.ends_in_word(text))
+            ids = self._opening(code.classes[-period], lexer.ends_in_word(text))
             penalty = row.params.rpg * float(np.log1p(copies))
             if logits.is_cpu:
                 logits.numpy()[place, ids] -= penalty
@@ -120,9 +155,8 @@ def repeat_of(code: Code, copies: int) -> Repeat:
 
     A block has more to it than names, which in a row are prose, and than what closes others.
     """
-    symbols = code.symbols.tobytes()
-    opens = len(symbols.rstrip(CLOSING))
-    shortest = len(symbols) - min(opens, len(symbols.rstrip(bytes([NAME])))) + 1
+    opens = len(code.classes.rstrip(CLOSING))
+    shortest = len(code.classes) - min(opens, len(code.classes.rstrip(bytes([NAME])))) + 1
     return repeats.longest(code.symbols, code.indents, NEWLINE, shortest, copies)
 
 

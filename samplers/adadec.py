@@ -6,8 +6,9 @@ up to the end of the line, and the one is taken whose token and continuation hav
 What was looked at ahead is thrown away.
 
 Source: "AdaDec: Towards Improving LLM Code Generation via Adaptive Decoding", arXiv 2506.08980, section 3, with its
-greedy beam of one. Its thresholds are learnt for a model each, from 0.6 to 1.3 nats; the default here is not. A row
-pauses (`PausingRule`): continuations are requests of the engine's own.
+greedy beam of one. Its thresholds are learnt for a model each, from 0.6 to 1.3 nats; the default here is not, and
+``vllm-ext adadec learn`` learns one (`adadec_threshold`). A row pauses (`PausingRule`): continuations are requests of
+the engine's own.
 """
 
 from __future__ import annotations
@@ -20,6 +21,12 @@ from pydantic import Field
 
 from vllm_ext.samplers.base import Asked, Row, RuleParams, Vocabulary
 from vllm_ext.samplers.steering import Candidate, Pause, PausingRule, SteeringOptions
+
+
+def entropy_of(log_p: torch.Tensor) -> torch.Tensor:
+    """In nats, ``[num_rows]``: of rows of log-probabilities ``[num_rows, vocab_size]``."""
+    entropy: torch.Tensor = torch.special.entr(log_p.exp()).sum(1)
+    return entropy
 
 
 class AdadecOptions(SteeringOptions):
@@ -80,8 +87,7 @@ class AdadecRule(PausingRule):
         """See the base class."""
         self.paused = {}
         log_p = logits.log_softmax(1)
-        entropy = torch.special.entr(log_p.exp()).sum(1)
-        unsure = (entropy[:, None] > self.values(rows, "threshold", logits))[:, 0].tolist()
+        unsure = (entropy_of(log_p)[:, None] > self.values(rows, "threshold", logits))[:, 0].tolist()
         for place, row in enumerate(rows):
             at = len(row.output)
             if at in row.kept:

@@ -215,10 +215,10 @@ def _check(settings: Settings, method: Method, batch_size: int) -> None:
     try:
         engine_args(settings, method, batch_size).create_engine_config()
     except Exception as error:
-        raise ValueError(f"{method.label}: {_reason(error)}") from error
+        raise ValueError(f"{method.label}: {reason(error)}") from error
 
 
-def _reason(error: Exception) -> str:
+def reason(error: Exception) -> str:
     """An error in a line, without what pydantic says around it."""
     if isinstance(error, ValidationError):
         found = [(".".join(map(str, each["loc"])), each["msg"]) for each in error.errors(include_url=False)]

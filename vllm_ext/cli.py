@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from vllm_ext import __version__
+from vllm_ext.adadec_cli import adadec_app
 from vllm_ext.bench_cli import bench_command, report_command
 from vllm_ext.datastore_cli import datastore_app
 from vllm_ext.demo_cli import demo_command
@@ -45,6 +46,7 @@ app.add_typer(kv_app, name="kv")
 app.add_typer(trie_app, name="trie")
 app.add_typer(caad_app, name="caad")
 app.add_typer(svdecode_app, name="svdecode")
+app.add_typer(adadec_app, name="adadec")
 
 
 def _version(value: bool) -> None:

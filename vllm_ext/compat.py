@@ -341,6 +341,12 @@ HOOKS = (
     ),
     Hook(
         _RUNNER,
+        "GPUModelRunner._get_prompt_logprobs_dict",
+        ("self", "hidden_states", "num_scheduled_tokens"),
+        "reads the entropies of given code",
+    ),
+    Hook(
+        _RUNNER,
         "GPUModelRunner._model_forward",
         ("self", "input_ids", "positions"),
         "begins behind an early exit",

@@ -84,7 +84,7 @@ def generate(
         return
     from vllm import SamplingParams
 
-    llm = _engine(model, {"max_logprobs": max(top_k, 20), **engine_options})
+    llm = engine(model, {"max_logprobs": max(top_k, 20), **engine_options})
     if own_prompts and not written.exists():
         _write_prompts(llm, own_prompts, written, report)
     if own_prompts:
@@ -108,7 +108,7 @@ def generate(
     llm.llm_engine.engine_core.shutdown()  # its memory and its cores are training's now
 
 
-def _engine(model: str, options: dict[str, Any]) -> Any:
+def engine(model: str, options: dict[str, Any]) -> Any:
     """vLLM's ``LLM``; on a CPU in this process, where its threads take all cores."""
     from vllm.platforms import current_platform
 

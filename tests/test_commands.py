@@ -133,6 +133,7 @@ def test_the_model_has_one_name() -> None:
         (["train", "exits", "--model", "/nowhere", "--output", "a", "--exits", "4"], 2),
         (["caad", "build", "none", "--model", "M", "--output", "a"], 2),
         (["svdecode", "build", "none", "--model", "M", "--original", "N", "--output", "a"], 2),
+        (["adadec", "learn", "none", "--model", "M"], 2),
         (["schema", "none"], 2),
         (["demo", "--method", "hybird"], 2),
         (["demo", "--method", "{"], 2),

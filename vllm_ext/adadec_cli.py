@@ -70,8 +70,6 @@ def learn_command(
     console, errors = Console(), Console(stderr=True)
     started = time.perf_counter()
     with errors_of(errors):
-        set_environment(verbose)
-        os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")  # the rule runs on V1
         from vllm_ext.adadec_texts import read_texts
         from vllm_ext.vocabulary import load_tokenizer, snapshot
 
@@ -83,6 +81,8 @@ def learn_command(
             errors.print(f"[yellow]left out:[/] {others:,} more files")
         if found.num_binary:
             errors.print(f"[yellow]left out:[/] files that are no text: {found.num_binary:,}")
+        set_environment(verbose)
+        os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")  # the rule runs on V1
         from vllm_ext.adadec_learn import check_engine, engine_options, learn_from, read
 
         options = engine_options(dtype, context, verbose)

@@ -92,7 +92,7 @@ def check_engine(model: str, options: dict[str, Any]) -> None:
 
 
 def read(model: str, texts: Sequence[Text], options: dict[str, Any], report: Progress) -> list[Read]:
-    """Have the model read the texts.
+    """Have the model read the texts, in an engine that is started for it.
 
     Args:
         model: folder or Hugging Face id.
@@ -103,21 +103,36 @@ def read(model: str, texts: Sequence[Text], options: dict[str, Any], report: Pro
     Raises:
         ValueError: the engine does not start, or the model's logits are no numbers.
     """
-    from vllm import SamplingParams
-
-    from vllm_ext.adadec_worker import ASKED
     from vllm_ext.draft_data import engine
 
-    total = sum(text.count for text in texts)
     report("starting the engine", 0, 1)
     try:
         llm = engine(model, options)
     except Exception as error:
         raise ValueError(f"--model={model!r}: the engine did not start: {error}") from None
     report("starting the engine", 1, 1)
-    llm.collective_rpc("vllm_ext_adadec_read")
+    try:
+        made = read_by(llm, texts, report)
+    finally:
+        llm.llm_engine.engine_core.shutdown()
+    if wrong := sum(int((~np.isfinite(each.entropy)).sum()) for each in made):
+        raise ValueError(
+            f"--dtype={options['dtype']} is not allowed: the model's logits are no numbers before {wrong:,} tokens of "
+            f"{sum(text.count for text in texts):,}; allowed: what the model can do, bfloat16 or float32"
+        )
+    return made
+
+
+def read_by(llm: Any, texts: Sequence[Text], report: Progress) -> list[Read]:
+    """The same by an ``LLM`` whose workers have `adadec_worker.EntropyReader`, and without prefix caching."""
+    from vllm import SamplingParams
+
+    from vllm_ext.adadec_worker import ASKED
+
+    total = sum(text.count for text in texts)
     found: dict[str, tuple[list[float], list[bool]]] = {}
     done = 0
+    llm.collective_rpc("vllm_ext_adadec_read")
     report("reading", 0, total)
     for start in range(0, len(texts), AT_ONCE):
         part = texts[start : start + AT_ONCE]
@@ -135,15 +150,8 @@ def read(model: str, texts: Sequence[Text], options: dict[str, Any], report: Pro
             found.update(of_rank)
         done += sum(text.count for text in part)
         report("reading", done, total)
-    llm.llm_engine.engine_core.shutdown()
     rows = [found[str(number)] for number in range(len(texts))]
-    made = [Read(np.array(entropy, np.float32), np.array(first, np.bool_)) for entropy, first in rows]
-    if wrong := sum(int((~np.isfinite(each.entropy)).sum()) for each in made):
-        raise ValueError(
-            f"--dtype={options['dtype']}: the model's logits are no numbers before {wrong:,} of {total:,} tokens; use "
-            "bfloat16 or float32"
-        )
-    return made
+    return [Read(np.array(entropy, np.float32), np.array(first, np.bool_)) for entropy, first in rows]
 
 
 def learn_from(texts: Sequence[Read]) -> Result:

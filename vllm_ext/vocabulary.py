@@ -101,7 +101,7 @@ def snapshot(name: str) -> Path:
     try:
         return Path(snapshot_download(name))
     except (OSError, ValueError) as error:
-        raise ValueError(f"target={name!r}: no folder, and not to be had by that id ({error})") from None
+        raise ValueError(f"model={name!r}: no folder, and not to be had by that id ({error})") from None
 
 
 @dataclass(frozen=True)

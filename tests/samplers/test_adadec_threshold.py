@@ -93,7 +93,9 @@ def test_figures_of_a_threshold() -> None:
     entropy = np.array([0.1, 0.2, 0.9, 2.0, 0.3, 1.5])
     first = np.array([True, True, True, True, False, False])
     found = told(entropy, first, 1.0)
-    assert (found.accuracy, found.balanced, found.pauses) == pytest.approx((4 / 6, (3 / 4 + 1 / 2) / 2, 2 / 6))
+    assert (found.accuracy, found.balanced, found.pauses) == pytest.approx(
+        (4 / 6, (3 / 4 + 1 / 2) / 2, 2 / 6)
+    )
     assert found.doubt == pytest.approx(math.sqrt(0.75 * 0.25 / 4 + 0.5 * 0.5 / 2) / 2)
     # The rule pauses above its threshold, and not at it.
     assert told(entropy, first, 1.5).pauses == pytest.approx(1 / 6)

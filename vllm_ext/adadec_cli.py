@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import time
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -87,8 +88,11 @@ def learn_command(
 
         options = engine_options(dtype, context, verbose)
         check_engine(folder, options)
-        with progress_on(errors) as report:
-            result = learn_from(read(folder, found.texts, options, report))
+        with progress_on(errors) as report, warnings.catch_warnings():
+            if not verbose:
+                warnings.simplefilter("ignore")  # of the engine, where it is in this process
+            made = read(folder, found.texts, options, report)
+        result = learn_from(made)
     config = {"vllm_ext": {"rules": {"adadec": {"threshold": result.threshold}}}}
     if as_json:
         say(console, json.dumps(_as_json(model, len(found.texts), result, config), indent=2))

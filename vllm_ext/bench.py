@@ -171,5 +171,6 @@ def set_environment(verbose: bool) -> None:
     if not verbose:
         hide_vllm_log()
         os.environ.setdefault("PYTHONWARNINGS", "ignore")  # of the engines' processes
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # of vLLM's part in C++, on a CPU
     # This process has threads from the first engine on; a fork could inherit a held lock.
     os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")

@@ -86,10 +86,11 @@ def learn(model_dir: str, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.slow
 def test_the_command_learns_from_code(model_dir: str) -> None:
-    done = learn(model_dir, *map(str, FILES), "--tokens", "8000", "--context", "256", "--json")
+    options = ["--tokens", "4000", "--context", "256", "--dtype", "float32", "--json"]
+    done = learn(model_dir, *map(str, FILES), *options)
     assert done.returncode == 0, what_failed(done)
     report = json.loads(done.stdout)
-    assert report["tokens"] == 8000
+    assert report["tokens"] == 4000
     assert 0.3 < report["rank_1"] < 0.9
     assert 0.3 < report["threshold"] < 4.0
     assert report["held_out"]["learnt"]["balanced_accuracy"] > 0.6

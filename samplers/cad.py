@@ -5,6 +5,10 @@ Source: "Trusting Your Evidence: Hallucinate Less with Context-aware Decoding", 
 the logits behind the whole prompt and ``z_0`` those behind the prompt without the context, ``p`` is the softmax of
 ``(1 + alpha) z - alpha z_0``. A request's temperature and truncation come after it.
 
+With a negative prompt instead of that one it is classifier-free guidance, "Stay on topic with Classifier-Free
+Guidance", arXiv 2306.17806: its ``log p_0 + gamma (log p - log p_0)`` is the same with ``gamma = 1 + alpha``, up to
+what is the same of all tokens. Where there is no other prompt at all, the paper has the own one's last token alone.
+
 Deviation: `plausible` can leave only tokens that are plausible with the context, as contrastive decoding does; 0, the
 default, leaves all, as the paper does. The tokens before a row are the same on both sides, drafts too.
 """
@@ -19,7 +23,7 @@ from pydantic import Field
 
 from vllm_ext.samplers.base import Asked, Row, RuleOptions, RuleParams
 from vllm_ext.samplers.messages import quoted
-from vllm_ext.samplers.prompt_parts import without
+from vllm_ext.samplers.prompt_parts import Prompt, TwinPrompt, another, without
 from vllm_ext.samplers.steering import SteeringRule, plausible_mask
 
 
@@ -44,16 +48,22 @@ class CadParams(RuleParams):
         max_length=1_000_000,
         description="a part of the prompt, word for word: what the answer is to be faithful to",
     )
+    cad_negative: str | None = Field(
+        default=None,
+        max_length=1_000_000,
+        description="what is to stand instead of that part in the prompt that the answer is to be unlike; without "
+        "cad_context all of that prompt, word for word; '': the prompt's last token alone",
+    )
     cad_alpha: float | None = Field(default=None, ge=0.0, le=10.0)
     cad_plausible: float | None = Field(default=None, ge=0.0, le=1.0)
 
 
 class CadRule(SteeringRule):
-    """Contrast with the same request without a part of its prompt."""
+    """Contrast with the same request without a part of its prompt, or behind another one."""
 
     name = "cad"
-    summary = "what a context in the prompt changes, amplified"
-    paper = "arXiv 2305.14739"
+    summary = "what a context in the prompt changes, amplified; also against a negative prompt"
+    paper = "arXiv 2305.14739, 2306.17806"
     Options = CadOptions
     Params = CadParams
     has_twins = True
@@ -61,17 +71,25 @@ class CadRule(SteeringRule):
     @classmethod
     def problem(cls, options: Any, params: Any, asked: Asked) -> str | None:
         """See the base class."""
-        if params.cad_context is None or not params.cad_context.strip():
+        context = params.cad_context
+        if context is None and params.cad_negative is None:
             return (
-                f"cad_context={quoted(params.cad_context)} does not go with cad: it must be a part of the prompt; "
-                "give it, or leave out what begins with cad"
+                "cad_context=None does not go with cad: it must be a part of the prompt, or cad_negative another "
+                "prompt; give one of them, or leave out what begins with cad"
+            )
+        if context is not None and not context.strip():
+            return (
+                f"cad_context={quoted(context)} does not go with cad: it must be a part of the prompt; give it, or "
+                "leave it out; cad_negative alone is a prompt of its own"
             )
         return None
 
     @classmethod
-    def twin_prompt(cls, params: Any, prompt: Sequence[int], pieces: Sequence[bytes]) -> list[int] | None:
+    def twin_prompt(cls, params: Any, prompt: Prompt) -> TwinPrompt:
         """See the base class."""
-        return without(prompt, pieces, params.cad_context, "cad_context")
+        if params.cad_context is None:
+            return another(prompt, params.cad_negative, "cad_negative")
+        return without(prompt, params.cad_context, "cad_context", params.cad_negative or "", "cad_negative")
 
     def apply(self, logits: torch.Tensor, rows: Sequence[Row]) -> None:
         """See the base class."""

@@ -21,7 +21,7 @@ import torch
 from pydantic import Field
 
 from vllm_ext.samplers.base import Row, RuleParams
-from vllm_ext.samplers.prompt_parts import without
+from vllm_ext.samplers.prompt_parts import Prompt, TwinPrompt, without
 from vllm_ext.samplers.steering import CompanionOptions, SteeringRule, leave, plausible
 
 
@@ -90,13 +90,11 @@ class LolRule(SteeringRule):
         return _lower("amateur_layer", options.amateur_layer, num_layers)
 
     @classmethod
-    def twin_prompt(
-        cls, params: LolParams, prompt: Sequence[int], pieces: Sequence[bytes]
-    ) -> list[int] | None:
+    def twin_prompt(cls, params: LolParams, prompt: Prompt) -> TwinPrompt | None:
         """See the base class."""
         if params.lol_instruction is None:
             return None
-        return without(prompt, pieces, params.lol_instruction, "lol_instruction")
+        return without(prompt, params.lol_instruction, "lol_instruction")
 
     def apply(self, logits: torch.Tensor, rows: Sequence[Row]) -> None:
         """See the base class."""

@@ -12,6 +12,7 @@ from pydantic import Field
 
 from vllm_ext.kernels.user_paths import UserPath
 from vllm_ext.samplers.base import Asked, Row, Rule, RuleOptions, Vocabulary
+from vllm_ext.samplers.prompt_parts import Prompt, TwinPrompt
 
 FIRST_IDS = (
     64  # tokens of a row that are looked up one by one; with more that are plausible it is the whole head
@@ -117,13 +118,12 @@ class SteeringRule(Rule):
         return ()
 
     @classmethod
-    def twin_prompt(cls, params: Any, prompt: Sequence[int], pieces: Sequence[bytes]) -> list[int] | None:
-        """The other prompt of a request's twin, no longer than its own; None where it wants no twin.
+    def twin_prompt(cls, params: Any, prompt: Prompt) -> TwinPrompt | None:
+        """The other prompt of a request's twin; None where it wants no twin.
 
         Args:
             params: the request's.
-            prompt: its tokens.
-            pieces: by token id, what it adds to the text; see `Vocabulary`.
+            prompt: its own.
 
         Raises:
             ValueError: what it asks for cannot be; the message names the field, and the way out.

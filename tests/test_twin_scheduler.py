@@ -89,7 +89,7 @@ class Engine:
 
     def add(self, name: str, prompt: int, rest: int | None, most: int, priority: int = 0) -> None:
         """A request; with a rest of its prompt it has a twin."""
-        given = None if rest is None else {twins.PROMPT: [2] * rest}
+        given = None if rest is None else {twins.PROMPT: [[2] * rest, []]}
         params = SamplingParams(max_tokens=most, ignore_eos=True, extra_args=given)
         request = Request(name, [1] * prompt, params, None, priority=priority, block_hasher=self._hasher)
         self.answers[name] = []

@@ -161,7 +161,7 @@ def _create_engine_config(original: Any, engine_args: Any, *args: Any, **kwargs:
             from vllm_ext import twins
 
             patches.read_requests()
-            twins.pieces_of(vllm_config)
+            twins.load_pieces(vllm_config)
         logger.info("vllm-ext %s: sampling rules %s", __version__, ruled.as_json)
     if kv is not None:
         kv_cache.check_vllm_config(vllm_config, kv)

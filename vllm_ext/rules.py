@@ -24,6 +24,7 @@ from vllm_ext.proposers.tree import DraftTree
 from vllm_ext.proposers.under_grammar import under_grammar
 from vllm_ext.samplers.base import Asked, Kind, LearningRule, Row, Rule, RuleOptions, RuleParams
 from vllm_ext.samplers.messages import quoted
+from vllm_ext.samplers.prompt_parts import Prompt, TwinPrompt
 from vllm_ext.samplers.registry import RULES, load_rule, unknown_rule
 from vllm_ext.samplers.steering import CompanionOptions, PausingRule, SteeringOptions, SteeringRule
 from vllm_ext.vocabulary import ModelVocabulary
@@ -99,7 +100,7 @@ class RuleSettings:
             name: rule for name, rule in found.items() if issubclass(rule, SteeringRule) and rule.has_twins
         }
 
-    def twin_prompt(self, params: Any, prompt: Sequence[int], pieces: Sequence[bytes]) -> list[int] | None:
+    def twin_prompt(self, params: Any, prompt: Prompt) -> TwinPrompt | None:
         """What a request's twin is to read; see `SteeringRule.twin_prompt`.
 
         Raises:
@@ -108,12 +109,11 @@ class RuleSettings:
         asked = {
             name: rest
             for name, its in self.of_request(params)
-            if name in self.twin_rules
-            and (rest := self.twin_rules[name].twin_prompt(its, prompt, pieces)) is not None
+            if name in self.twin_rules and (rest := self.twin_rules[name].twin_prompt(its, prompt))
         }
         if len(asked) > 1:
             raise ValueError(
-                f"{' and '.join(asked)} do not go together in one request: each leaves out another part of its prompt. "
+                f"{' and '.join(asked)} do not go together in one request: each reads another prompt beside its own. "
                 "Leave one of them out"
             )
         return next(iter(asked.values()), None)

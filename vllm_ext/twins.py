@@ -10,23 +10,26 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from vllm.exceptions import VLLMValidationError
 
 from vllm_ext import rules
+from vllm_ext.samplers.prompt_parts import Prompt, TwinPrompt
 from vllm_ext.vocabulary import ModelVocabulary
 
 # Keys of SamplingParams.extra_args; a request that brings them is refused.
 PROMPT, TWIN, OWNER, TRUNK = rules.ENGINE_KEYS
 
 
-def prepare(vllm_config: Any, request: Any) -> None:
+def prepare(vllm_config: Any, request: Any, renderer: Any) -> None:
     """Give a request that is under a rule with twins its twin's prompt.
 
     Args:
         vllm_config: the engine's.
         request: vLLM's EngineCoreRequest, its parameters its own.
+        renderer: vLLM's, which knows how text prompts are tokenized.
 
     Raises:
         VLLMValidationError: there is no such prompt, or the request asks for what does not go with twins.
@@ -34,35 +37,115 @@ def prepare(vllm_config: Any, request: Any) -> None:
     params = request.sampling_params
     if params is None or not params.extra_args or (ruled := rules.of_vllm_config(vllm_config)) is None:
         return
+    vocabulary = ModelVocabulary.of(vllm_config.model_config)
+    own, features = request.prompt_token_ids or (), request.mm_features or ()
+    known = _loaded(vocabulary).pieces  # an image's tokens may be above the vocabulary
+    pieces = [known[token] if token < len(known) else b"" for token in own]
+    for feature in features:  # what an image's tokens say is no text of the user's
+        place = feature.mm_position
+        pieces[place.offset : place.offset + place.length] = [b""] * place.length
+
+    def encode_prompt(text: str) -> list[int]:
+        special = renderer.default_cmpl_tok_params.add_special_tokens
+        return _loaded(vocabulary).encode(text, special)
+
+    prompt = Prompt(own, pieces, _loaded(vocabulary).encode, encode_prompt)
     try:
-        prompt = ruled.twin_prompt(params, request.prompt_token_ids or (), pieces_of(vllm_config))
+        if (twin := ruled.twin_prompt(params, prompt)) is None:
+            return
+        _check(vllm_config, request, twin)
+        offsets = offsets_of([feature.mm_position for feature in features], twin)
     except ValueError as error:
         raise VLLMValidationError(f"vllm_xargs: {error}.", parameter="vllm_xargs") from None
-    if prompt is None:
-        return
+    params.max_tokens = min(params.max_tokens, vllm_config.model_config.max_model_len - len(twin.tokens))
+    params.extra_args = {**params.extra_args, PROMPT: [twin.tokens, offsets]}
+
+
+def _check(vllm_config: Any, request: Any, twin: TwinPrompt) -> None:
+    """Refuse what does not go with twins, or what vLLM would not take of the twin itself.
+
+    Raises:
+        ValueError: naming it, what is allowed, and the way out.
+    """
+    params, model = request.sampling_params, vllm_config.model_config
+    multimodal = getattr(model, "multimodal_config", None)
     refusals = {
         "prompt_logprobs": params.prompt_logprobs is not None,
-        "images, audio or video": bool(request.mm_features),
+        "encoder-decoder models": bool(model.is_encoder_decoder),
+        "images, audio or video out of --mm-processor-cache-type shm": bool(request.mm_features)
+        and getattr(multimodal, "mm_processor_cache_type", None) == "shm",
         "prompt_embeds": request.prompt_embeds is not None,
         "streamed input": request.resumable,
     }
     if refused := [what for what, is_given in refusals.items() if is_given]:
-        raise VLLMValidationError(
-            f"vllm_xargs: {refused[0]} do not go with a rule that reads the prompt without a part of it. Leave one of "
-            "them out.",
-            parameter="vllm_xargs",
+        raise ValueError(
+            f"{refused[0]} do not go with a rule that reads another prompt beside the request's. Leave one of them out"
         )
-    params.extra_args = {**params.extra_args, PROMPT: prompt}
+    own, size = request.prompt_token_ids, model.get_vocab_size()
+    if strangers := [token for token in twin.tokens if token >= size and token not in own]:
+        raise ValueError(
+            f"{twin.field} has token {strangers[0]}, which the model does not have; allowed: below {size}. Leave out "
+            "what stands for it"
+        )
+    length, most = len(twin.tokens), model.max_model_len
+    full, room = most - len(own), most - length
+    # A request for as many tokens as there is room for, vLLM's default, gets those that the twin has room for.
+    if room < (max(params.min_tokens, 1) if params.max_tokens >= full else params.max_tokens):
+        raise ValueError(
+            f"{twin.field} makes a prompt of {length} tokens, which with max_tokens={params.max_tokens} is more than "
+            f"max_model_len={most}; allowed: max_tokens and min_tokens up to {max(room, 0)}. Lower them, or shorten "
+            f"{twin.field}"
+        )
 
 
-def pieces_of(vllm_config: Any) -> Sequence[bytes]:
-    """By token id, what it adds to the text. The first call takes a second: at start-up, not of a request."""
-    return _pieces(ModelVocabulary.of(vllm_config.model_config))
+def offsets_of(ranges: Sequence[Any], twin: TwinPrompt) -> list[int]:
+    """Where each image, clip or sound of a request begins in its twin's prompt; -1: it is not there.
+
+    Args:
+        ranges: vLLM's PlaceholderRange of each, in the request's own prompt.
+        twin: the other one.
+
+    Raises:
+        ValueError: a part of one is there; or a prompt ends with one, and its last token could not be asked for again
+            without it.
+    """
+    found = []
+    for each in ranges:
+        places = twin.places[each.offset : each.offset + each.length]
+        offset = places[0]
+        whole = list(range(offset, offset + each.length))
+        if places != ([-1] * each.length if offset < 0 else whole):
+            raise ValueError(f"{twin.field} would leave a part of an image in the other prompt; leave it out")
+        if len(twin.places) == each.offset + each.length or len(twin.tokens) == offset + each.length:
+            raise ValueError(
+                f"{twin.field} does not go with a prompt that ends with an image; put text behind it, or leave "
+                f"{twin.field} out"
+            )
+        found.append(offset)
+    return found
+
+
+def features_of(features: Sequence[Any], offsets: Sequence[int]) -> list[Any]:
+    """A twin's of its owner's MultiModalFeatureSpecs; see `offsets_of`.
+
+    Their data and hashes are the same, so vLLM encodes each once for both, and counts who still needs it.
+    """
+    return [
+        replace(each, mm_position=replace(each.mm_position, offset=offset))
+        for each, offset in zip(features, offsets, strict=True)
+        if offset >= 0
+    ]
+
+
+def load_pieces(vllm_config: Any) -> None:
+    """Load what tokens add to the text, which takes a second: at start-up, not of a request."""
+    assert _loaded(ModelVocabulary.of(vllm_config.model_config)).pieces
 
 
 @functools.cache
-def _pieces(vocabulary: ModelVocabulary) -> Sequence[bytes]:
-    return vocabulary.pieces
+def _loaded(vocabulary: ModelVocabulary) -> ModelVocabulary:
+    """The first of those that are equal, which keeps what it has loaded."""
+    return vocabulary
 
 
 def owner_of(params: Any) -> str | None:

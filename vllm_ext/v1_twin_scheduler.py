@@ -42,10 +42,11 @@ class TwinScheduler(StockScheduler):  # type: ignore[misc]  # vLLM is untyped to
     def add_request(self, request: Any) -> None:
         """vLLM's; behind a request that is to have a twin comes the twin."""
         params = request.sampling_params
-        prompt = None if params is None else (params.extra_args or {}).get(twins.PROMPT)
-        if prompt is None:
+        given = None if params is None else (params.extra_args or {}).get(twins.PROMPT)
+        if given is None:
             super().add_request(request)
             return
+        prompt, offsets = given
         name = f"{request.request_id}-twin"
         # The worker is to know that there is one, which it may see later.
         params.extra_args = {**params.extra_args, twins.TWIN: name}
@@ -64,6 +65,7 @@ class TwinScheduler(StockScheduler):  # type: ignore[misc]  # vLLM is untyped to
             prompt_token_ids=prompt,
             sampling_params=own,
             pooling_params=None,
+            mm_features=twins.features_of(request.mm_features, offsets),
             client_index=request.client_index,
             arrival_time=request.arrival_time,
             lora_request=request.lora_request,
@@ -117,6 +119,11 @@ class TwinScheduler(StockScheduler):  # type: ignore[misc]  # vLLM is untyped to
             twin = self._twins.pop(owner)
             self._end(twin)
             del self._owners[twin]
+        # vLLM itself may end one, as where it has no room in the context that the owner still has.
+        for owner in [owner for owner, twin in self._twins.items() if twin not in self.requests]:
+            self._end_with_error(
+                owner, f"request {owner}: what a rule has read beside it has ended before it; it ends too."
+            )
 
     def _end(self, name: str) -> None:
         """End what nobody waits for any more."""

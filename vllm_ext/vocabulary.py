@@ -153,7 +153,7 @@ class ModelVocabulary:
             pieces[number] = b""
         return pieces
 
-    def encode(self, text: str) -> list[int]:
-        """See the protocol."""
-        ids: list[int] = self._loaded.encode(text, add_special_tokens=False)
+    def encode(self, text: str, special: bool = False) -> list[int]:
+        """See the protocol; or with those that the tokenizer puts around a text."""
+        ids: list[int] = self._loaded.encode(text, add_special_tokens=special)
         return ids

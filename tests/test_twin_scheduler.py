@@ -185,7 +185,7 @@ def test_pairs_stay_in_step_and_end(slice_dir: str, policy: str, num_blocks: int
         for index in range(24):
             name, prompt = f"{'p' * (index % 3 == 0)}{index}", chance.randint(1, 60)
             most[name] = chance.randint(1, 60)
-            rest = chance.randint(1, prompt) if index % 3 and chance.random() < 0.8 else None
+            rest = chance.randint(1, 60) if index % 3 and chance.random() < 0.8 else None
             engine.add(name, prompt, rest, most[name], chance.randint(0, 2))
             for _ in range(chance.choice([0, 0, 0, 1, 9])):
                 engine.step()
@@ -245,6 +245,24 @@ def test_a_pair_that_has_no_room_ends_with_an_error(
         assert [(name, error.code) for name, error in errors.items()] == [("large", "validation_error")]
         assert "Raise gpu_memory_utilization" in errors["large"].message
     assert not engine.scheduler.requests
+
+
+def test_a_twin_that_vllm_ends_ends_its_owner(slice_dir: str) -> None:
+    """None such is let in; one that there was all the same would leave its owner waiting without end."""
+    engine = Engine(slice_dir, 40, "fcfs", 0)
+    free = engine.num_free_blocks
+    engine.add("late", 20, 250, 20)
+    engine.add("fits", 20, 236, 20)
+    engine.add("free", 20, None, 20)
+    engine.finish()
+    assert engine.reasons == {
+        "late": FinishReason.ERROR,
+        "fits": FinishReason.LENGTH,
+        "free": FinishReason.LENGTH,
+    }
+    assert [len(engine.answers[name]) for name in ("fits", "free")] == [20, 20]
+    assert 5 < len(engine.answers["late"]) < 20
+    assert engine.num_free_blocks == free
 
 
 def test_all_at_once_are_aborted(slice_dir: str) -> None:

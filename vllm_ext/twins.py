@@ -106,21 +106,20 @@ def offsets_of(ranges: Sequence[Any], twin: TwinPrompt) -> list[int]:
         twin: the other one.
 
     Raises:
-        ValueError: a part of one is there; or a prompt ends with one, and its last token could not be asked for again
-            without it.
+        ValueError: a part of one is there; or a prompt ends with one. Its last token is read again for as long as the
+            other request of the pair is not so far, and would hold the encoder's cache from that.
     """
     found = []
     for each in ranges:
         places = twin.places[each.offset : each.offset + each.length]
         offset = places[0]
-        whole = list(range(offset, offset + each.length))
-        if places != ([-1] * each.length if offset < 0 else whole):
-            raise ValueError(f"{twin.field} would leave a part of an image in the other prompt; leave it out")
-        if len(twin.places) == each.offset + each.length or len(twin.tokens) == offset + each.length:
+        if len(twin.places) == each.offset + each.length or 0 <= offset == len(twin.tokens) - each.length:
             raise ValueError(
                 f"{twin.field} does not go with a prompt that ends with an image; put text behind it, or leave "
                 f"{twin.field} out"
             )
+        if places != [offset if offset < 0 else offset + i for i in range(each.length)]:
+            raise ValueError(f"{twin.field} would leave a part of an image in the other prompt; leave it out")
         found.append(offset)
     return found
 

@@ -311,7 +311,7 @@ def test_texts_have_limits_and_refused_ones_are_not_kept() -> None:
     texts = ["extract", "asap_json", "asap_regex", "asap_grammar", "awrs_json", "awrs_check", "monitor"]
     tracemalloc.start()
     try:
-        for number, key in enumerate([*texts, "monitor_context", "cad_context", "trie"] * 20):
+        for number, key in enumerate([*texts, "monitor_context", "cad_context", "cad_negative", "trie"] * 20):
             most = longest.get(key, 65_536)
             given = SamplingParams(extra_args={key: f"{number} " + "x" * 1_000_000})
             with pytest.raises(

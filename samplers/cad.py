@@ -62,7 +62,7 @@ class CadRule(SteeringRule):
     """Contrast with the same request without a part of its prompt, or behind another one."""
 
     name = "cad"
-    summary = "what a context in the prompt changes, amplified; also against a negative prompt"
+    summary = "what the prompt changes against another one, amplified"
     paper = "arXiv 2305.14739, 2306.17806"
     Options = CadOptions
     Params = CadParams

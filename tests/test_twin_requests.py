@@ -58,7 +58,7 @@ def prepared(
         "a", list(tokens), list(features), params, None, 0.0, None, None, None, resumable=resumable
     )
     renderer = SimpleNamespace(default_cmpl_tok_params=TokenizeParams(None, add_special_tokens=special))
-    twins.prepare(config or config_of(model), request, renderer)
+    twins.prepare(SimpleNamespace(vllm_config=config or config_of(model), renderer=renderer), request)
     return params
 
 

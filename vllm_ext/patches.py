@@ -90,7 +90,7 @@ def read_requests() -> None:
 
         request = original(self, *args, **kwargs)
         structured_outputs.check_request(self.vllm_config, request)
-        twins.prepare(self.vllm_config, request, self.renderer)
+        twins.prepare(self, request)
         v2_limits.check_request(self.vllm_config, request)
         return request
 

@@ -23,18 +23,17 @@ from vllm_ext.vocabulary import ModelVocabulary
 PROMPT, TWIN, OWNER, TRUNK = rules.ENGINE_KEYS
 
 
-def prepare(vllm_config: Any, request: Any, renderer: Any) -> None:
+def prepare(processor: Any, request: Any) -> None:
     """Give a request that is under a rule with twins its twin's prompt.
 
     Args:
-        vllm_config: the engine's.
+        processor: vLLM's InputProcessor.
         request: vLLM's EngineCoreRequest, its parameters its own.
-        renderer: vLLM's, which knows how text prompts are tokenized.
 
     Raises:
         VLLMValidationError: there is no such prompt, or the request asks for what does not go with twins.
     """
-    params = request.sampling_params
+    params, vllm_config = request.sampling_params, processor.vllm_config
     if params is None or not params.extra_args or (ruled := rules.of_vllm_config(vllm_config)) is None:
         return
     vocabulary = ModelVocabulary.of(vllm_config.model_config)
@@ -46,7 +45,7 @@ def prepare(vllm_config: Any, request: Any, renderer: Any) -> None:
         pieces[place.offset : place.offset + place.length] = [b""] * place.length
 
     def encode_prompt(text: str) -> list[int]:
-        special = renderer.default_cmpl_tok_params.add_special_tokens
+        special = processor.renderer.default_cmpl_tok_params.add_special_tokens
         return _loaded(vocabulary).encode(text, special)
 
     prompt = Prompt(own, pieces, _loaded(vocabulary).encode, encode_prompt)

@@ -32,6 +32,7 @@ SYSTEM, OTHER = (
     "You are a pirate. You shout all the time, and you hate the sea.",
 )
 CHAT = f"<|im_start|>system\n{SYSTEM}<|im_end|>\n<|im_start|>user\n%s<|im_end|>\n<|im_start|>assistant\n"
+SEEN = CHAT % f"{IMAGE}Who is this?"
 PAGE = f"The first page: {IMAGE} The town is old. The second page: {IMAGE} What do you see? I see"
 
 
@@ -56,14 +57,29 @@ def image(seed: int) -> Image.Image:
     return Image.fromarray(np.random.default_rng(seed).integers(0, 255, size, dtype=np.uint8))
 
 
-# Prompt, its images, what is asked for, and what the other prompt is; that one has the same images where it has any.
+# Prompt, its images, what is asked for, and the other prompt, in which are the same images or none.
 CASES: list[tuple[str, list[int], dict[str, Any], str]] = [
-    (CHAT % "Hi! Who are you?", [], {"cad_context": SYSTEM, "cad_negative": OTHER}, ""),
-    (CHAT % f"{IMAGE}Who is this?", [1], {"cad_context": SYSTEM}, ""),
-    (CHAT % f"{IMAGE}Who is this?", [1], {"cad_context": SYSTEM, "cad_negative": OTHER}, ""),
-    (PAGE, [1, 2], {"cad_context": "The town is old."}, ""),
-    (PAGE, [1, 2], {"cad_context": "The town is old.", "cad_negative": "No town is older."}, ""),
-    (PAGE, [2, 2], {"cad_context": "The first page:", "cad_negative": "1."}, ""),
+    (
+        CHAT % "Hi! Who are you?",
+        [],
+        {"cad_context": SYSTEM, "cad_negative": OTHER},
+        (CHAT % "Hi! Who are you?").replace(SYSTEM, OTHER),
+    ),
+    (SEEN, [1], {"cad_context": SYSTEM}, SEEN.replace(SYSTEM, "")),
+    (SEEN, [1], {"cad_context": SYSTEM, "cad_negative": OTHER}, SEEN.replace(SYSTEM, OTHER)),
+    (PAGE, [1, 2], {"cad_context": "The town is old."}, PAGE.replace(" The town is old.", "")),
+    (
+        PAGE,
+        [1, 2],
+        {"cad_context": "The town is old.", "cad_negative": "No town is older."},
+        PAGE.replace("The town is old.", "No town is older."),
+    ),
+    (
+        PAGE,
+        [2, 2],
+        {"cad_context": "The first page:", "cad_negative": "1."},
+        PAGE.replace("The first page:", "1."),
+    ),
     (PAGE, [2, 1], {"cad_negative": "It is cold. I see"}, "It is cold. I see"),
     (PAGE, [2, 1], {"cad_negative": ""}, " see"),
     ("The sea is", [], {"cad_negative": "The mountains are", "cad_alpha": 0.5}, "The mountains are"),
@@ -113,11 +129,10 @@ def test_p_is_the_formula_of_two_prompts(seeing_dir: str, plain: Any) -> None:
     for sampling in (GREEDY, {"temperature": 1.0, "seed": 5}):
         outputs = ask(plain, CASES, {**sampling, "logprobs": 5})
         num_moved = 0
-        for (prompt, seeds, given, alone), output in zip(CASES, outputs, strict=True):
+        for (prompt, seeds, given, other), output in zip(CASES, outputs, strict=True):
             answer, alpha = list(output.outputs[0].token_ids), given.get("cad_alpha", 1.0)
-            other = alone or prompt.replace(given["cad_context"], given.get("cad_negative", ""))
             z = logits_of(prompt, seeds, answer)
-            z_0 = logits_of(other, [] if alone else seeds, answer)
+            z_0 = logits_of(other, seeds if IMAGE in other else [], answer)
             expected = ((1 + alpha) * z - alpha * z_0).log_softmax(1)
             num_moved += not torch.equal(expected.argmax(1), z.argmax(1))
             for row, found in enumerate(output.outputs[0].logprobs):

@@ -17,47 +17,10 @@ COMPLETIONS = ("completion", "canonical_solution", "solution")
 CHARACTERS_PER_TOKEN = 16  # a file's beginning of so many times as are wanted in all is enough
 # In folders, unless others are asked for: programming languages by the endings of their files.
 ENDINGS = (
-    *(
-        "py",
-        "js",
-        "jsx",
-        "ts",
-        "tsx",
-        "java",
-        "kt",
-        "scala",
-        "go",
-        "rs",
-        "c",
-        "h",
-        "cc",
-        "cpp",
-        "cxx",
-        "hpp",
-        "cs",
-    ),
-    *(
-        "swift",
-        "m",
-        "rb",
-        "php",
-        "pl",
-        "lua",
-        "r",
-        "jl",
-        "sh",
-        "sql",
-        "hs",
-        "ml",
-        "ex",
-        "exs",
-        "erl",
-        "clj",
-        "dart",
-    ),
-    *("zig", "f90", "vb", "groovy"),
+    "py js jsx ts tsx java kt scala go rs c h cc cpp cxx hpp cs swift m "
+    "rb php pl lua r jl sh sql hs ml ex exs erl clj dart zig f90 vb groovy"
 )
-CODE = tuple(f"*.{ending}" for ending in ENDINGS)
+CODE = tuple(f"*.{ending}" for ending in ENDINGS.split())
 
 
 @dataclass(frozen=True)

@@ -156,7 +156,8 @@ METHODS: dict[str, dict[str, Any]] = {
 }  # one of each rule; see scripts/matrix.sh
 
 
-@pytest.mark.parametrize("method", ["dyspec", pytest.param("spectr", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("method", METHODS)
 def test_drawn_trees_have_plains_distribution(
     plain_slice_llm: Any, slice_dir: str, method: str, tmp_path: Path
 ) -> None:

@@ -47,7 +47,7 @@ def rest_llm(
     yield from engine(model_dir, method)
 
 
-@pytest.mark.parametrize("batch_size", [1, 4])
+@pytest.mark.parametrize("batch_size", [pytest.param(1, marks=pytest.mark.slow), 4])
 def test_known_and_unknown_answers_are_the_same(
     answers: list[list[int]], rest_llm: Any, batch_size: int
 ) -> None:

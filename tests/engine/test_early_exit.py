@@ -112,7 +112,12 @@ def spoil(worker: Any) -> None:
             False,
             marks=pytest.mark.slow,
         ),
-        ({"method": "layerskip", "exit_layer": 2, "num_speculative_tokens": 9, "width": 3}, True, True),
+        pytest.param(
+            {"method": "layerskip", "exit_layer": 2, "num_speculative_tokens": 9, "width": 3},
+            True,
+            True,
+            marks=pytest.mark.slow,
+        ),
         ({"method": "del", "exits": [1, 2, 4], "num_speculative_tokens": 6, "watch_every": 2}, True, False),
         pytest.param(
             {"method": "unified_skip", "speedup": 2.0, "num_speculative_tokens": 6, "width": 2},

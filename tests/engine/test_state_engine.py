@@ -39,6 +39,7 @@ def run(model: str, method: dict[str, Any], folder: Path) -> tuple[list[list[int
     return answers, counters
 
 
+@pytest.mark.slow
 def test_a_second_start_is_warm_and_lossless(
     model_dir: str,
     plain_llm: Any,

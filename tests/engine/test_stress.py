@@ -61,6 +61,7 @@ def test_penalties_survive_preemption(plain_llm: Any, small_llm: Any) -> None:
     assert preemptions(small_llm) > before
 
 
+@pytest.mark.slow
 def test_grammars_survive_preemption(plain_llm: Any, small_llm: Any) -> None:
     """Also of requests whose grammar is behind tokens that are computed anew."""
     inputs = long_and_short_prompts(plain_llm, 16)

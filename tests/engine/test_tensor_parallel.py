@@ -61,6 +61,7 @@ def expected(slice_dir: str, tmp_path_factory: pytest.TempPathFactory) -> list[l
     return outputs
 
 
+@pytest.mark.slow
 def test_two_workers_are_lossless_cold_and_warm(
     slice_dir: str, expected: list[list[int]], tmp_path: Path
 ) -> None:

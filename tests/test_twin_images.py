@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Twins with images in vLLM's scheduler: encoded once for both, and there for as long as either needs them."""
+"""Twins with images, as vLLM's front process makes them and its scheduler has them: encoded once for both."""
 
 from __future__ import annotations
 
@@ -9,12 +9,16 @@ from typing import Any
 
 import pytest
 import tiny_idefics
+from negative_prompts import CASES, PAGE, image
 from test_twin_scheduler import BLOCK, Engine
+from tiny_idefics import IMAGE
 from vllm import SamplingParams
 from vllm.engine.arg_utils import EngineArgs
+from vllm.exceptions import VLLMValidationError
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
 from vllm.v1.engine import FinishReason
+from vllm.v1.engine.input_processor import InputProcessor
 from vllm.v1.request import Request, RequestStatus
 
 from vllm_ext import twins
@@ -131,9 +135,45 @@ def test_an_image_is_encoded_once_for_both(seeing_dir: str, monkeypatch: pytest.
 
 def test_blocks_of_other_images_are_not_shared(seeing_dir: str, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = Seeing(seeing_dir, 40, 0, 8 * LENGTH, monkeypatch)
-    for name, image in (("a", "x"), ("b", "y"), ("c", "x")):
-        engine.look(name, 40, {3: image}, [7], 44, 10)
+    for name, what in (("a", "x"), ("b", "y"), ("c", "x")):
+        engine.look(name, 40, {3: what}, [7], 44, 10)
     hashes = {name: each.block_hashes[0] for name, each in engine.scheduler.requests.items()}
     assert hashes["a"] == hashes["c"] != hashes["b"]
     assert hashes["a-twin"] == hashes["c-twin"] != hashes["b-twin"]
     engine.finish()
+
+
+def test_the_front_process_makes_the_other_prompt(seeing_dir: str) -> None:
+    """By vLLM's own processing of prompts and images: tokens and places are those of the other prompt as a request."""
+    processor = InputProcessor(config_of(seeing_dir))
+
+    def taken(prompt: str, seeds: list[int], given: dict[str, Any] | None = None) -> Any:
+        inputs: Any = {"prompt": prompt}
+        if seeds:
+            inputs["multi_modal_data"] = {"image": list(map(image, seeds))}
+        params = SamplingParams(max_tokens=5, extra_args=given)
+        return processor.process_inputs("a", inputs, params, ("generate",))
+
+    for prompt, seeds, given, other in CASES:
+        own, alone = taken(prompt, seeds, given), taken(other, seeds if IMAGE in other else [])
+        tokens, offsets = own.sampling_params.extra_args[twins.PROMPT]
+        assert tokens == list(alone.prompt_token_ids), given
+        assert [each.identifier for each in own.mm_features or ()] == [
+            each.identifier for each in taken(prompt, seeds).mm_features or ()
+        ]
+        found = twins.features_of(own.mm_features or [], offsets)
+        for its, expected in zip(found, alone.mm_features or [], strict=True):
+            assert its.identifier == expected.identifier
+            place, wanted = its.mm_position, expected.mm_position
+            assert (place.offset, place.length) == (wanted.offset, wanted.length)
+            assert place.is_embed.tolist() == wanted.is_embed.tolist()
+    with pytest.raises(
+        VLLMValidationError, match="cad_negative does not go with a prompt that ends with an image"
+    ):
+        taken(f"What is this? {IMAGE}", [1], {"cad_negative": "A"})
+    with pytest.raises(VLLMValidationError, match="cad_context='The village' is not in the prompt"):
+        taken(PAGE, [1, 2], {"cad_context": "The village", "cad_negative": "A"})
+    with pytest.raises(
+        VLLMValidationError, match=r"cad_negative makes a prompt of .* more than max_model_len=256"
+    ):
+        taken(PAGE, [1, 2], {"cad_context": "The town is old.", "cad_negative": "An old town. " * 70})

@@ -38,7 +38,7 @@ def prepare(processor: Any, request: Any) -> None:
         return
     vocabulary = ModelVocabulary.of(vllm_config.model_config)
     own, features = request.prompt_token_ids or (), request.mm_features or ()
-    known = _loaded(vocabulary).pieces  # an image's tokens may be above the vocabulary
+    known = load_pieces(vllm_config)  # an image's tokens may be above them
     pieces = [known[token] if token < len(known) else b"" for token in own]
     for feature in features:  # what an image's tokens say is no text of the user's
         place = feature.mm_position
@@ -135,9 +135,9 @@ def features_of(features: Sequence[Any], offsets: Sequence[int]) -> list[Any]:
     ]
 
 
-def load_pieces(vllm_config: Any) -> None:
-    """Load what tokens add to the text, which takes a second: at start-up, not of a request."""
-    assert _loaded(ModelVocabulary.of(vllm_config.model_config)).pieces
+def load_pieces(vllm_config: Any) -> Sequence[bytes]:
+    """By token id, what it adds to the text. The first call takes a second: at start-up, not of a request."""
+    return _loaded(ModelVocabulary.of(vllm_config.model_config)).pieces
 
 
 @functools.cache

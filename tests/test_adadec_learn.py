@@ -125,6 +125,7 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the command sets for its own process stays out of the tests'."""
     monkeypatch.setattr(bench, "set_environment", lambda verbose: None)
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
+    monkeypatch.setenv("VLLM_LOGGING_STREAM", "ext://sys.stderr")
 
 
 def learn(*arguments: object) -> Any:

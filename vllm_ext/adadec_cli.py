@@ -84,6 +84,7 @@ def learn_command(
             errors.print(f"[yellow]left out:[/] files that are no text: {found.num_binary:,}")
         set_environment(verbose)
         os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")  # the rule runs on V1
+        os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")  # beside JSON, where it is shown
         from vllm_ext.adadec_learn import check_engine, engine_options, learn_from, read
 
         options = engine_options(dtype, context, verbose)

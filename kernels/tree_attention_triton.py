@@ -24,6 +24,7 @@ from vllm_ext.kernels.ancestor_bits import MAX_ROWS, WORDS
 from vllm_ext.kernels.tree_attention import MAX_HEAD_SIZE, TreeRows
 
 LEAST_ROWS = 16  # of a tile: the least tl.dot takes
+WIDE_ROWS = 128  # of a tile that may be asked for: a group of 4 heads with up to 32 rows of a tree reads its keys once
 LEAST_KEYS = 128  # of a share: below that, adding up costs more than is gained
 MOST_SPLITS = 64
 ADDED_ROWS = 4  # of a program that adds parts up: it reads one share after the other
@@ -50,6 +51,7 @@ def plan(
     block_size: int,
     wide: bool,
     cores: int,
+    tile: int | None = None,
 ) -> Launch:
     """The launch for these trees. Tiles and steps are as large as registers hold, see `scripts/compile_kernels.py`.
 
@@ -61,14 +63,15 @@ def plan(
         block_size: of the caches.
         wide: operands have 32 bits.
         cores: streaming multiprocessors of the device.
+        tile: most rows of a tile, a power of two from LEAST_ROWS to WIDE_ROWS; None: 64, and fewer of large heads.
     """
     requests, max_blocks = trees.block_table.shape
     packed = min(len(trees.parents), trees.max_rows) * (num_heads // num_kv_heads)
     size = 0 if head_size <= 64 else 1 if head_size <= 128 else 2
-    most = ((32, 16, 16) if wide else (64, 64, 32))[size]
+    most = ((32, 16, 16) if wide else (64, 64, 32))[size] if tile is None else tile
     rows = max(LEAST_ROWS, min(triton.next_power_of_2(packed), most))
     keys = (32, 32, 16)[size] if wide else (64, 64 if rows == LEAST_ROWS else 32, 32)[size]
-    warps = 8 if wide or size == 2 or rows == 64 else 4
+    warps = 8 if wide or size == 2 or rows >= 64 else 4
     tiles = triton.cdiv(packed, rows)
     without = requests * num_kv_heads * tiles
     longest = triton.cdiv(max_blocks * block_size, LEAST_KEYS)
@@ -85,6 +88,7 @@ def tree_attention_triton(
     scale: float,
     prepared: dict[str, Any],
     splits: int | None = None,
+    tile: int | None = None,
 ) -> None:
     """See `vllm_ext.kernels.tree_attention.tree_attention`, which validates all but the layout.
 
@@ -97,13 +101,14 @@ def tree_attention_triton(
         scale: see there.
         prepared: kept from layer to layer.
         splits: shares of each request's keys, MOST_SPLITS at most; None: as many as the device has use for.
+        tile: see `plan`; looked at when ``prepared`` is empty.
 
     Raises:
         ValueError: the caches have not four dimensions, a head is larger than MAX_HEAD_SIZE, or a request may have
             more than MAX_ROWS rows.
     """
     _check(key_cache, trees)
-    launch, arguments, constants = _prepare(query, key_cache, value_cache, output, trees, prepared)
+    launch, arguments, constants = _prepare(query, key_cache, value_cache, output, trees, prepared, tile)
     requests, num_kv_heads = len(trees.num_rows), key_cache.shape[1]
     if requests == 0 or len(trees.parents) == 0:
         return
@@ -218,13 +223,15 @@ def _prepare(
     output: torch.Tensor,
     trees: TreeRows,
     prepared: dict[str, Any],
+    tile: int | None = None,
 ) -> tuple[Launch, tuple[Any, ...], dict[str, Any]]:
     """The launch, and of the kernel's arguments those that all layers of this form share."""
     if not prepared:
         num_heads, head_size = query.shape[1:]
         num_kv_heads, block_size = key_cache.shape[1:3]
         wide = query.dtype == torch.float32
-        launch = plan(trees, num_heads, num_kv_heads, head_size, block_size, wide, _cores(query.device))
+        cores = _cores(query.device)
+        launch = plan(trees, num_heads, num_kv_heads, head_size, block_size, wide, cores, tile)
         prepared["launch"] = launch
         prepared["arguments"] = (
             trees.block_table,

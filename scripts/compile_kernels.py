@@ -202,6 +202,7 @@ def main() -> int:
     parser.add_argument("--arch", type=int, action="append", help="compute capability times 10")
     parser.add_argument("--only", choices=("attention", "step"), help="one of the two tables")
     parser.add_argument("--stages", type=int, default=2, help="of attention: steps of keys read ahead")
+    parser.add_argument("--tile", type=int, help="of attention: most rows of a tile; the suite times 128 too")
     arguments = parser.parse_args()
     architectures = arguments.arch or [80, 90]
     print(f"triton {triton.__version__}\n")
@@ -209,7 +210,7 @@ def main() -> int:
     if arguments.only != "attention":
         too_much += _step(architectures)
     if arguments.only != "step":
-        too_much += _attention(architectures, arguments.stages)
+        too_much += _attention(architectures, arguments.stages, arguments.tile)
     return 1 if too_much else 0
 
 
@@ -230,7 +231,7 @@ def _step(architectures: list[int]) -> int:
     return too_much
 
 
-def _attention(architectures: list[int], stages: int) -> int:
+def _attention(architectures: list[int], stages: int, tile: int | None) -> int:
     print("| arch | kernel | dtype | head | rows | keys | warps | registers | spilled bytes | shared bytes |")
     print("| ---: | --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |")
     too_much = 0
@@ -241,7 +242,7 @@ def _attention(architectures: list[int], stages: int) -> int:
                 launches = {
                     launch.rows: launch
                     for rows in (1, 8, 16, 64)
-                    for launch in [_launch(rows, head, dtype == torch.float32)]
+                    for launch in [_launch(rows, head, dtype == torch.float32, tile)]
                 }
                 for launch in launches.values():
                     constants = {"GROUP": 4, "HEAD": head, "ROWS": launch.rows}
@@ -276,10 +277,10 @@ def _attention(architectures: list[int], stages: int) -> int:
     return too_much
 
 
-def _launch(rows: int, head: int, wide: bool) -> Any:
+def _launch(rows: int, head: int, wide: bool, tile: int | None) -> Any:
     zero = torch.zeros(1, dtype=torch.int32)
     trees = TreeRows(zero[None], zero, zero, zero, zero, torch.zeros(rows, dtype=torch.int32), rows)
-    return plan(trees, 32, 8, head, 16, wide, 132)
+    return plan(trees, 32, 8, head, 16, wide, 132, tile)
 
 
 if __name__ == "__main__":

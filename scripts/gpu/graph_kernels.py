@@ -30,7 +30,7 @@ from triton.testing import do_bench  # noqa: E402
 
 from vllm_ext.kernels.top_k import top_k_ids  # noqa: E402
 from vllm_ext.kernels.tree_attention import tree_attention  # noqa: E402
-from vllm_ext.kernels.tree_attention_triton import tree_attention_triton  # noqa: E402
+from vllm_ext.kernels.tree_attention_triton import WIDE_ROWS, tree_attention_triton  # noqa: E402
 
 SIZES = [
     (requests, context, rows)
@@ -39,6 +39,8 @@ SIZES = [
     for rows in (1, 8, 16, 17)
     if context < 8192 or requests == 32
 ]
+# Of trees that fill a tile of 128 rows, and so two of 64: 32 rows of 4 heads.
+LARGE_SIZES = [(requests, context, 32) for requests in (1, 8, 32) for context in (2048, 8192)]
 
 
 def works() -> Iterator[tuple[str, str, Callable[[], object], int]]:
@@ -59,7 +61,7 @@ def works() -> Iterator[tuple[str, str, Callable[[], object], int]]:
     for rows in (1, 16, 128, 512, 1024):
         logits = torch.randn(rows, device_works.VOCAB, device="cuda").to(torch.bfloat16)
         yield "top_k_ids", f"{rows} rows", functools.partial(top_k_ids, logits, 8, "triton"), logits.nbytes
-    for requests, context, rows in SIZES:
+    for requests, context, rows in SIZES + LARGE_SIZES:
         case = device_works._model_case(requests, context, rows)
         output = torch.empty_like(case.query)
         size = f"{requests} x {rows} rows, context {context}"
@@ -71,6 +73,9 @@ def works() -> Iterator[tuple[str, str, Callable[[], object], int]]:
         if rows == 16:
             for stages in (3, 4):
                 yield f"tree_attention, {stages} stages", size, in_stages(case, output, stages), num_bytes
+        if rows > 16:
+            wide = in_tiles(case, output, WIDE_ROWS)
+            yield f"tree_attention, tiles of {WIDE_ROWS} rows", size, wide, num_bytes
         in_two = device_works._with_flash_attention(case, output, context)
         if in_two is not None:
             yield "FlashAttention + attend_nodes", size, in_two, num_bytes
@@ -92,6 +97,21 @@ def in_stages(case: Case, output: torch.Tensor, stages: int) -> Callable[[], obj
     call()
     prepared["constants"]["num_stages"] = stages
     return call
+
+
+def in_tiles(case: Case, output: torch.Tensor, rows: int) -> Callable[[], object]:
+    """Tree attention in tiles of up to so many rows: a tree that fills two of 64 has its keys read twice."""
+    return functools.partial(
+        tree_attention_triton,
+        case.query,
+        case.keys,
+        case.values,
+        output,
+        case.trees,
+        case.scale,
+        {},
+        tile=rows,
+    )
 
 
 def captured(call: Callable[[], object]) -> Callable[[], None]:

@@ -429,6 +429,51 @@ def test_the_launch_follows_from_shapes() -> None:
 
 
 @device_only
+@pytest.mark.parametrize(
+    ("trees", "heads", "dtype"),
+    [
+        ([(37, binary(32)), (0, [-1]), (40, star(17))], (4, 1), torch.bfloat16),
+        ([(5, chain(43)), (129, random_tree(11))], (9, 3), torch.float32),
+        ([(33, random_tree(70)), (3, star(40))], (4, 2), torch.float32),
+        ([(60, random_tree(20))], (2, 2), torch.float16),
+    ],
+    ids=["128 packed rows", "one more", "two tiles", "a smaller tile"],
+)
+def test_tiles_of_128_rows(
+    trees: list[tuple[int, list[int]]], heads: tuple[int, int], dtype: torch.dtype
+) -> None:
+    """What the suite for a GPU times beside the usual tiles: no row's result depends on the tile it is in."""
+    from vllm_ext.kernels.tree_attention_triton import WIDE_ROWS, tree_attention_triton
+
+    largest = max(len(parents) for _, parents in trees)
+    case = make(trees, dtype, heads=heads, block_size=16, past=[0, *[1] * (len(trees) - 1)])
+    case = replace(case, trees=replace(case.trees, max_rows=largest))
+    there, want = on_device(case), case.run("torch")
+    packed = largest * heads[0] // heads[1]
+    for splits in (None, 3):
+        output, prepared = torch.full_like(there.query, SENTINEL), {}  # type: ignore[var-annotated]
+        arguments = there.query, there.keys, there.values, output, there.trees, there.scale, prepared
+        tree_attention_triton(*arguments, splits, WIDE_ROWS)
+        launch = prepared["launch"]
+        assert launch.rows == min(WIDE_ROWS, 1 << (packed - 1).bit_length())
+        assert launch.tiles == -(-packed // launch.rows)
+        close(output.cpu(), want, dtype)
+
+
+@device_only
+def test_the_usual_tiles_have_64_rows() -> None:
+    """Until a GPU has said that larger ones are faster."""
+    from vllm_ext.kernels.tree_attention_triton import LEAST_ROWS, plan
+
+    zero = torch.zeros(1, dtype=torch.int32)
+    for rows, usual, wide in ((1, LEAST_ROWS, LEAST_ROWS), (16, 64, 64), (17, 64, 128), (64, 64, 128)):
+        parents = torch.full((rows,), -1, dtype=torch.int32)
+        trees = TreeRows(zero[None], zero, zero, zero, zero, parents, rows)
+        assert plan(trees, 32, 8, 128, 16, False, 132).rows == usual
+        assert plan(trees, 32, 8, 128, 16, False, 132, tile=128).rows == wide
+
+
+@device_only
 def test_nothing_is_asked_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every launch is made of shapes: on tensors without values it is the same."""
     from vllm_ext.kernels import ancestor_bits_triton, tree_attention_triton

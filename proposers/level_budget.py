@@ -16,6 +16,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+
+from vllm_ext.proposers.tree import Float32
+
 DEFAULT_NODES = 15  # of a tree, where nobody has said how many: see `levels_of`
 MARGIN = 0.02  # that speculation must promise
 HOPELESS = 0.85  # of the rate without drafts
@@ -51,6 +55,26 @@ def by_batch_size(nodes: int, most_requests: int) -> list[tuple[int, int, int]]:
             schedule.append((start, end, level))
             start = end + 1
     return schedule
+
+
+def shared_out(chances: Sequence[Float32], nodes: int) -> list[int]:
+    """How many nodes of each tree to verify, where so many of all trees are: those with the largest chances.
+
+    The chances of nodes add up to the drafts that are expected to be accepted, and no other choice of as many nodes
+    has a larger sum. A node's chance is at most its parent's, so what is chosen of a tree is a prefix of it. Of equal
+    chances the earlier node's counts more, then the earlier tree's: tensor-parallel ranks choose alike.
+
+    Args:
+        chances: ``[requests]`` of float32 ``[nodes]``, each descending; possibly none. NaN is no chance.
+        nodes: of all trees together; there may be fewer.
+    """
+    sizes = [len(tree) for tree in chances]
+    owner = np.repeat(np.arange(len(sizes)), sizes)
+    place = np.concatenate([np.arange(size) for size in sizes]) if sizes else owner
+    flat = np.concatenate(chances) if sizes else np.empty(0, np.float32)
+    best = np.lexsort((owner, place, -np.fmax(flat, 0.0)))[: max(nodes, 0)]
+    counts: list[int] = np.bincount(owner[best], minlength=len(sizes)).tolist()
+    return counts
 
 
 class _Mean:

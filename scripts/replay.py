@@ -7,8 +7,8 @@
 `record` has plain vLLM answer, greedily, and keeps what the target ranked highest at each position. `run` goes through
 the answers as an engine would: observe, propose, accept the path that agrees. It prints
 
-- tokens and nodes a step, with ``--nodes`` nodes verified in each; there is no goodput budget here, it goes by a
-  real step's time;
+- tokens and nodes a step, with ``--nodes`` nodes verified in each, or ``--verified`` of so many: as many of each, or
+  with ``--shared`` the most probable ones of the batch; there is no goodput budget here, it goes by a real step's time;
 - microseconds a request and step for `observe` and `propose` together, ``--batch-size`` requests at a time, by this
   thread's clock, which what else the machine does disturbs little: their median and 99th percentile over steps;
 - what starting and finishing a request costs, which includes indexing its prompt;
@@ -106,8 +106,11 @@ def waiting(answers: list[Answer], repeats: int) -> Iterator[Answer]:
 class Replay:
     """One proposer's way through the answers."""
 
-    def __init__(self, proposer: Any, nodes: int, batch_size: int) -> None:
+    def __init__(
+        self, proposer: Any, nodes: int, batch_size: int, verified: int | None = None, shared: bool = False
+    ) -> None:
         self.proposer, self.nodes, self.batch_size = proposer, nodes, batch_size
+        self.verified, self.shared = nodes if verified is None else verified, shared
         self.step_us: list[float] = []  # for each request, of each full step
         self.start_us: list[float] = []
         self.steps: dict[str, int] = defaultdict(int)
@@ -163,8 +166,17 @@ class Replay:
             seconds += time.thread_time() - clock
             if not started and not gone and len(running) == self.batch_size:
                 self.step_us.append(1e6 * seconds / len(running))
-            drafts.update(zip(requests, trees, strict=True))
+            drafts.update(zip(requests, self._cut(trees), strict=True))
             running = [answer for answer in running if answer.length < len(answer.text)]
+
+    def _cut(self, trees: list[Any]) -> list[Any]:
+        """The part of each that is verified."""
+        from vllm_ext.proposers.level_budget import shared_out
+
+        sizes = [self.verified] * len(trees)
+        if self.shared:
+            sizes = shared_out([tree.probabilities for tree in trees], self.verified * len(trees))
+        return [tree.prefix(size) for tree, size in zip(trees, sizes, strict=True)]
 
     def _accept(self, answer: Answer, tree: Any) -> list[int]:
         """Take the tree's path that agrees, and one token more; returns them."""
@@ -206,7 +218,16 @@ class Replay:
         )
 
 
-def run(path: Path, methods: str, nodes: int, batch_size: int, repeats: int, vocab_size: int) -> None:
+def run(
+    path: Path,
+    methods: str,
+    nodes: int,
+    batch_size: int,
+    repeats: int,
+    vocab_size: int,
+    verified: int | None,
+    shared: bool,
+) -> None:
     """Replay each method and print its figures."""
     from vllm_ext.bench_settings import PLAIN, parse_methods
     from vllm_ext.proposers import registry
@@ -222,7 +243,7 @@ def run(path: Path, methods: str, nodes: int, batch_size: int, repeats: int, voc
             raise SystemExit(
                 f"{method.label} wants {proposer.verified_top_k} logits a row, {TOP} are on record"
             )
-        replay = Replay(proposer, nodes, batch_size)
+        replay = Replay(proposer, nodes, batch_size, verified, shared)
         replay.run(waiting(load(path), repeats))
         steps = sum(replay.steps.values())
         print(
@@ -251,6 +272,8 @@ def main() -> None:
     runner = commands.add_parser("run")
     runner.add_argument("--methods", required=True, help="as `vllm-ext bench --methods`")
     runner.add_argument("--nodes", type=int, default=8)
+    runner.add_argument("--verified", type=int, help="nodes of each tree, on average; default: all")
+    runner.add_argument("--shared", action="store_true", help="the batch's most probable ones")
     runner.add_argument("--batch-size", type=int, default=1)
     runner.add_argument("--repeats", type=int, default=1, help="how often all prompts are asked")
     runner.add_argument("--vocab-size", type=int, default=49152)
@@ -267,6 +290,8 @@ def main() -> None:
             arguments.batch_size,
             arguments.repeats,
             arguments.vocab_size,
+            arguments.verified,
+            arguments.shared,
         )
 
 

@@ -4,10 +4,15 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 
+import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from vllm_ext.proposers.level_budget import LevelBudget, by_batch_size, levels_of
+from vllm_ext.proposers.level_budget import LevelBudget, by_batch_size, levels_of, shared_out
+from vllm_ext.proposers.tree import DraftTree
 
 LEVELS = [0, 4, 8, 16]
 
@@ -148,3 +153,58 @@ def test_its_figures_are_those_of_the_machine() -> None:
     assert state["step_seconds"] == pytest.approx(FREE[16])
     assert state["target_efficiency"] == pytest.approx(FREE[0] / FREE[16])
     assert state["gain"] == pytest.approx(TOKENS[16] / TOKENS[0] * FREE[0] / FREE[16])
+
+
+def prefixes(trees: list[list[float]], nodes: int) -> list[tuple[int, ...]]:
+    """All ways to verify so many nodes in all, each tree's first ones."""
+    ways = itertools.product(*(range(1 + len(tree)) for tree in trees))
+    return [way for way in ways if sum(way) == min(nodes, sum(map(len, trees)))]
+
+
+@settings(max_examples=200, deadline=None)
+@given(data=st.data())
+def test_rows_go_where_most_is_expected(data: st.DataObject) -> None:
+    """Beside all other ways: none has a larger sum of chances, and what is chosen is each tree's first nodes."""
+    chance = st.sampled_from([0.0, 0.125, 0.25, 0.5, 0.75, 1.0])
+    trees = data.draw(st.lists(st.lists(chance, max_size=4), max_size=4))
+    for tree in trees:
+        tree.sort(reverse=True)
+    nodes = data.draw(st.integers(0, 17))
+    counts = shared_out([np.array(tree, np.float32) for tree in trees], nodes)
+    assert all(0 <= count <= len(tree) for count, tree in zip(counts, trees, strict=True))
+    assert sum(counts) == min(nodes, sum(map(len, trees)))
+
+    def expected(way: Sequence[int]) -> float:
+        return sum(sum(tree[:count]) for tree, count in zip(trees, way, strict=True))
+
+    assert expected(counts) == max(map(expected, prefixes(trees, nodes)))
+
+
+def test_parents_come_before_their_children() -> None:
+    """Of real trees: cut to its count each is a tree, also where chances are equal."""
+    rng = np.random.default_rng(3)
+    trees = []
+    for size in (15, 15, 3, 0, 9):
+        parents = np.array([rng.integers(-1, node) if node else -1 for node in range(size)], np.int32)
+        trees.append(
+            DraftTree.from_nodes(
+                np.arange(size, dtype=np.int32),
+                parents,
+                rng.choice([0.5, 0.25, 0.125], size).astype(np.float32),
+            )
+        )
+    for nodes in range(45):
+        counts = shared_out([tree.probabilities for tree in trees], nodes)
+        assert sum(counts) == min(nodes, 42)
+        for tree, count in zip(trees, counts, strict=True):
+            assert (tree.parents[:count] < np.arange(count)).all()
+            assert (tree.prefix(count).parents == tree.parents[:count]).all()
+
+
+def test_equal_chances_are_shared_alike() -> None:
+    """Node after node: ranks of tensor parallelism must choose alike, and no request is the last one by its place."""
+    half, nothing = np.full(4, 0.5, np.float32), np.full(4, np.nan, np.float32)
+    assert shared_out([half, half, half], 5) == [2, 2, 1]
+    assert shared_out([nothing, half], 3) == [0, 3]
+    assert shared_out([nothing, half], 6) == [2, 4]
+    assert shared_out([], 3) == []

@@ -43,7 +43,8 @@ ONE_OF_EACH = {
             pytest.param(name, torch.float32, marks=() if name in ONE_OF_EACH else pytest.mark.slow)
             for name in CODECS
         ),
-        *((name, torch.bfloat16) for name in ("kivi 4", "actqkv")),
+        ("kivi 4", torch.bfloat16),
+        pytest.param("actqkv", torch.bfloat16, marks=pytest.mark.slow),
         *(pytest.param(name, torch.float16, marks=pytest.mark.slow) for name in ("kivi 4", "actqkv")),
     ],
 )

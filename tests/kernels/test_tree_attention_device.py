@@ -152,7 +152,14 @@ LONG = [(420, binary(40)), (0, [-1]), (129, chain(7)), (128, star(9)), (127, ran
 
 @device_only
 @pytest.mark.parametrize(
-    ("dtype", "splits"), [(DTYPES[0], 2), (DTYPES[0], 7), (DTYPES[1], 3), (DTYPES[2], 12)], ids=str
+    ("dtype", "splits"),
+    [
+        (DTYPES[0], 2),
+        pytest.param(DTYPES[0], 7, marks=pytest.mark.slow),
+        (DTYPES[1], 3),
+        pytest.param(DTYPES[2], 12, marks=pytest.mark.slow),
+    ],
+    ids=str,
 )
 def test_shares_add_up(dtype: torch.dtype, splits: int) -> None:
     case = make(LONG, dtype, heads=(6, 2), block_size=16)
@@ -162,7 +169,12 @@ def test_shares_add_up(dtype: torch.dtype, splits: int) -> None:
 @device_only
 @pytest.mark.parametrize(
     ("head_size", "block_size", "heads"),
-    [(32, 16, (2, 2)), (80, 32, (9, 3)), (128, 48, (4, 1)), (256, 16, (16, 2))],
+    [
+        (32, 16, (2, 2)),
+        pytest.param(80, 32, (9, 3), marks=pytest.mark.slow),
+        (128, 48, (4, 1)),
+        pytest.param(256, 16, (16, 2), marks=pytest.mark.slow),
+    ],
     ids=str,
 )
 def test_shares_of_other_heads_and_blocks(head_size: int, block_size: int, heads: tuple[int, int]) -> None:
@@ -511,8 +523,9 @@ def test_nothing_is_asked_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.skipif(IN_INTERPRETER, reason="the parent process starts the other")
-def test_this_file_passes_through_the_interpreter() -> None:
+@pytest.mark.parametrize("which", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
+def test_this_file_passes_through_the_interpreter(which: str) -> None:
     env = os.environ | {"TREE_DEVICE_TEST_BACKEND": "triton", "TRITON_INTERPRET": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", which, __file__]
     run = subprocess.run(command, env=env, cwd=Path(__file__).parents[2], capture_output=True, text=True)
     assert run.returncode == 0, run.stdout + run.stderr

@@ -177,3 +177,11 @@ def test_the_front_process_makes_the_other_prompt(seeing_dir: str) -> None:
         VLLMValidationError, match=r"cad_negative makes a prompt of .* more than max_model_len=256"
     ):
         taken(PAGE, [1, 2], {"cad_context": "The town is old.", "cad_negative": "An old town. " * 70})
+    for given in (
+        {"cad_negative": f"{IMAGE} A"},
+        {"cad_context": "The town", "cad_negative": f"{IMAGE} A town"},
+    ):
+        with pytest.raises(
+            VLLMValidationError, match=r"cad_negative has token 3, which stands for an image, audio"
+        ):
+            taken(PAGE, [1, 2], given)

@@ -9,6 +9,7 @@ the scheduler adds it and ends it (`v1_twin_scheduler`), and the worker gives it
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -86,6 +87,12 @@ def _check(vllm_config: Any, request: Any, twin: TwinPrompt) -> None:
             f"{twin.field} has token {strangers[0]}, which the model does not have; allowed: below {size}. Leave out "
             "what stands for it"
         )
+    stays = Counter(token for token, place in zip(own, twin.places, strict=True) if place >= 0)
+    if bare := [token for token in _of_media(model) if twin.tokens.count(token) > stays[token]]:
+        raise ValueError(
+            f"{twin.field} has token {bare[0]}, which stands for an image, audio or video; allowed: text alone. Leave "
+            "out what stands for it"
+        )
     length, most = len(twin.tokens), model.max_model_len
     full, room = most - len(own), most - length
     # A request for as many tokens as there is room for, vLLM's default, gets those that the twin has room for.
@@ -95,6 +102,13 @@ def _check(vllm_config: Any, request: Any, twin: TwinPrompt) -> None:
             f"max_model_len={most}; allowed: max_tokens and min_tokens up to {max(room, 0)}. Lower them, or shorten "
             f"{twin.field}"
         )
+
+
+def _of_media(model: Any) -> list[int]:
+    """Tokens that a model has images, audio and video stand for: none may be without one."""
+    config = getattr(model, "hf_config", None)
+    names = [f"{kind}_token_{end}" for kind in ("image", "video", "audio") for end in ("id", "index")]
+    return [token for name in names if isinstance(token := getattr(config, name, None), int)]
 
 
 def offsets_of(ranges: Sequence[Any], twin: TwinPrompt) -> list[int]:

@@ -46,9 +46,10 @@ class MethodOptions(BaseModel):
         le=MAX_SPECULATIVE_TOKENS,
         description="most draft tokens (tree nodes) of one request verified in one step",
     )
-    budget: Literal["goodput", "fixed"] = Field(
+    budget: Literal["goodput", "shared", "fixed"] = Field(
         default="goodput",
         description="goodput: of each tree verify what pays at the current load, down to nothing; "
+        "shared: likewise, on the V2 model runner more of some trees than of others; "
         "fixed: always num_speculative_tokens",
     )
     linear_layers: Literal["auto", "vllm"] = Field(

@@ -8,7 +8,8 @@
 the answers as an engine would: observe, propose, accept the path that agrees. It prints
 
 - tokens and nodes a step, with ``--nodes`` nodes verified in each, or ``--verified`` of so many: as many of each, or
-  with ``--shared`` the most probable ones of the batch; there is no goodput budget here, it goes by a real step's time;
+  with ``--shared now`` the most probable ones of the batch, with ``late`` by the probabilities of each request's tree
+  before; there is no goodput budget here, it goes by a real step's time;
 - microseconds a request and step for `observe` and `propose` together, ``--batch-size`` requests at a time, by this
   thread's clock, which what else the machine does disturbs little: their median and 99th percentile over steps;
 - what starting and finishing a request costs, which includes indexing its prompt;
@@ -107,10 +108,16 @@ class Replay:
     """One proposer's way through the answers."""
 
     def __init__(
-        self, proposer: Any, nodes: int, batch_size: int, verified: int | None = None, shared: bool = False
+        self,
+        proposer: Any,
+        nodes: int,
+        batch_size: int,
+        verified: int | None = None,
+        shared: str | None = None,
     ) -> None:
         self.proposer, self.nodes, self.batch_size = proposer, nodes, batch_size
         self.verified, self.shared = nodes if verified is None else verified, shared
+        self.before: dict[str, Any] = {}  # probabilities of each request's last tree
         self.step_us: list[float] = []  # for each request, of each full step
         self.start_us: list[float] = []
         self.steps: dict[str, int] = defaultdict(int)
@@ -166,16 +173,22 @@ class Replay:
             seconds += time.thread_time() - clock
             if not started and not gone and len(running) == self.batch_size:
                 self.step_us.append(1e6 * seconds / len(running))
-            drafts.update(zip(requests, self._cut(trees), strict=True))
+            drafts.update(zip(requests, self._cut(list(requests), trees), strict=True))
             running = [answer for answer in running if answer.length < len(answer.text)]
 
-    def _cut(self, trees: list[Any]) -> list[Any]:
+    def _cut(self, names: list[str], trees: list[Any]) -> list[Any]:
         """The part of each that is verified."""
         from vllm_ext.proposers.level_budget import shared_out
 
         sizes = [self.verified] * len(trees)
+        now = [tree.probabilities for tree in trees]
+        known: list[Any] = [self.before.get(name) for name in names] if self.shared == "late" else now
         if self.shared:
-            sizes = shared_out([tree.probabilities for tree in trees], self.verified * len(trees))
+            there = [place for place, tree in enumerate(known) if tree is not None]
+            counts = shared_out([known[place] for place in there], self.verified * len(there))
+            for place, count in zip(there, counts, strict=True):
+                sizes[place] = count
+        self.before.update(zip(names, now, strict=True))
         return [tree.prefix(size) for tree, size in zip(trees, sizes, strict=True)]
 
     def _accept(self, answer: Answer, tree: Any) -> list[int]:
@@ -226,7 +239,7 @@ def run(
     repeats: int,
     vocab_size: int,
     verified: int | None,
-    shared: bool,
+    shared: str | None,
 ) -> None:
     """Replay each method and print its figures."""
     from vllm_ext.bench_settings import PLAIN, parse_methods
@@ -273,7 +286,9 @@ def main() -> None:
     runner.add_argument("--methods", required=True, help="as `vllm-ext bench --methods`")
     runner.add_argument("--nodes", type=int, default=8)
     runner.add_argument("--verified", type=int, help="nodes of each tree, on average; default: all")
-    runner.add_argument("--shared", action="store_true", help="the batch's most probable ones")
+    runner.add_argument(
+        "--shared", choices=("now", "late"), help="the batch's most probable ones; default: as many of each"
+    )
     runner.add_argument("--batch-size", type=int, default=1)
     runner.add_argument("--repeats", type=int, default=1, help="how often all prompts are asked")
     runner.add_argument("--vocab-size", type=int, default=49152)

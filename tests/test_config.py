@@ -27,7 +27,9 @@ def test_defaults() -> None:
 
 
 def test_a_choice_lists_what_it_can_be() -> None:
-    with pytest.raises(ValueError, match=r"budget='auto' is not allowed; allowed: 'goodput' or 'fixed'"):
+    with pytest.raises(
+        ValueError, match=r"budget='auto' is not allowed; allowed: 'goodput' or 'shared' or 'fixed'"
+    ):
         config.parse({"method": "token_recycling", "budget": "auto"})
 
 

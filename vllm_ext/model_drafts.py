@@ -63,7 +63,7 @@ class ModelDrafts:
         else:
             self.passes = Companion(vllm_config, options)
         proposer.draft = self.passes
-        if options.budget == "goodput":
+        if options.budget != "fixed":
             if self._choice is not None:
                 self.budget = ExitBudget(self._choice)
             else:

@@ -181,10 +181,11 @@ def _create_engine_config(original: Any, engine_args: Any, *args: Any, **kwargs:
             ahead = vllm_config.scheduler_config.async_scheduling
             scheduler_class = V2_ASYNC_SCHEDULER_CLASS if ahead else V2_SCHEDULER_CLASS
             vllm_config.scheduler_config.scheduler_cls = scheduler_class
-        elif choice.runner == "V2" and settings.options.budget == "goodput":
+        elif choice.runner == "V2" and settings.options.budget != "fixed":
             logger.warning(
-                "vllm-ext: budget='goodput' has no effect with data_parallel_size=%d on the V2 model runner: ranks "
-                "must have equally many drafts. Each step verifies num_speculative_tokens=%d.",
+                "vllm-ext: budget=%r has no effect with data_parallel_size=%d on the V2 model runner: ranks must have "
+                "equally many drafts. Each step verifies num_speculative_tokens=%d.",
+                settings.options.budget,
                 vllm_config.parallel_config.data_parallel_size,
                 settings.options.num_speculative_tokens,
             )
@@ -260,7 +261,7 @@ def _as_device_method(engine_args: Any, settings: Settings, ruled: RuleSettings 
         "model": DEVICE_DRAFTER,
         "num_speculative_tokens": nodes,
     }
-    if settings.options.budget == "goodput":
+    if settings.options.budget != "fixed":
         most = engine_args.max_num_seqs or MANY_REQUESTS
         speculative_config["num_speculative_tokens_per_batch_size"] = level_budget.by_batch_size(nodes, most)
     return {

@@ -15,6 +15,7 @@ _STATE = f"{_GPU}.model_states.interface"
 _PROCESSOR = f"{_GPU}.sample.logits_processor.interface"
 _SPECULATOR = f"{_GPU}.spec_decode.speculator"
 _OUTPUT = "vllm.v1.core.sched.output"
+_RUNNER = f"{_GPU}.model_runner"
 
 V2_HOOKS = (
     *LAYER_HOOKS,
@@ -110,47 +111,52 @@ V2_HOOKS = (
         "vLLM's model state class",
     ),
     Hook(
-        f"{_GPU}.model_runner",
+        _RUNNER,
         "GPUModelRunner.prepare_inputs",
         ("self", "scheduler_output", "batch_req_state", "batch_desc"),
         "lays drafts out as a chain",
     ),
-    Hook(
-        f"{_GPU}.model_runner",
-        "GPUModelRunner.prepare_attn",
-        ("self", "input_batch"),
-        "computes the slots of the flat list",
-    ),
-    Hook(
-        f"{_GPU}.model_runner", "GPUModelRunner.add_requests", ("self", "scheduler_output"), "admits requests"
-    ),
+    Hook(_RUNNER, "GPUModelRunner.prepare_attn", ("self", "input_batch"), "computes slots of the flat list"),
+    Hook(_RUNNER, "GPUModelRunner.add_requests", ("self", "scheduler_output"), "admits requests"),
     *(
         Hook(_OUTPUT, f"NewRequestData.{field}", None, "a request's text, for drafts")
         for field in ("req_id", "sampling_params", "prompt_token_ids", "prefill_token_ids")
     ),
     Hook(_OUTPUT, "SchedulerOutput.scheduled_new_reqs", None, "admits requests"),
-    Hook(_OUTPUT, "SchedulerOutput.finished_req_ids", None, "tells a drafter on the host who is gone"),
-    Hook(f"{_GPU}.model_runner", "GPUModelRunner.load_model", ("self",), "puts our parts in place"),
+    *(
+        Hook(_OUTPUT, f"SchedulerOutput.{field}", None, "cuts a step's drafts")
+        for field in ("num_scheduled_tokens", "total_num_scheduled_tokens", "scheduled_spec_decode_tokens")
+    ),
+    Hook(_RUNNER, "GPUModelRunner.execute_model", ("self", "scheduler_output"), "cuts a step's drafts"),
     Hook(
-        f"{_GPU}.model_runner",
+        "vllm.v1.attention.backend",
+        "AttentionMetadataBuilder.get_varlen_cudagraph_max_query_len",
+        ("vllm_config", "kv_cache_spec"),
+        "says of which query lengths a graph may be",
+    ),
+    Hook("vllm.v1.request", "Request.use_structured_output", None, "whose masks have a row for each draft"),
+    Hook(_OUTPUT, "SchedulerOutput.finished_req_ids", None, "tells a drafter on the host who is gone"),
+    Hook(_RUNNER, "GPUModelRunner.load_model", ("self",), "puts our parts in place"),
+    Hook(
+        _RUNNER,
         "GPUModelRunner.initialize_kv_cache",
         ("self", "kv_cache_config"),
         "asks whether the layers take trees",
     ),
     Hook(
-        f"{_GPU}.model_runner",
+        _RUNNER,
         "GPUModelRunner.sample",
         ("self", "hidden_states", "input_batch", "grammar_output"),
         "moves the accepted path's KV",
     ),
     Hook(
-        f"{_GPU}.model_runner",
+        _RUNNER,
         "GPUModelRunner.postprocess_sampled",
         ("self", "idx_mapping", "sampled_tokens", "num_sampled", "num_rejected"),
         "takes a step's tokens over before drafts are made",
     ),
     Hook(
-        f"{_GPU}.model_runner",
+        _RUNNER,
         "ExecuteModelState",
         ("input_batch", "attn_metadata", "slot_mappings_by_layer", "hidden_states"),
         "what a step leaves for sampling",
@@ -313,7 +319,7 @@ V2_HOOKS = (
     Hook(
         f"{_GPU}.cudagraph_utils",
         "CudaGraphManager.dispatch",
-        ("self", "num_reqs", "num_tokens", "uniform_token_count"),
+        ("self", "num_reqs", "num_tokens", "uniform_token_count", "num_active_loras", "max_query_len"),
         "chooses the captured graph of a step",
     ),
     Hook(

@@ -88,7 +88,7 @@ class Drafter:
         self.num_nodes = settings.options.num_speculative_tokens  # most of one request
         # Cuts what was drafted; where a model drafts, its own budget says before how much.
         self.budget: GoodputBudget | None = None
-        if settings.options.budget == "goodput" and self.model_drafts is None:
+        if settings.options.budget != "fixed" and self.model_drafts is None:
             self.budget = GoodputBudget(self.num_nodes)
         # A clock differs between ranks, and what follows from it may only decide how much of a tree is
         # scheduled (rank 0's does), never which tree is made.

@@ -28,9 +28,17 @@ class TreeFlashAttentionImpl(v1_attention_flash.TreeFlashAttentionImpl):
 
 
 class TreeFlashAttentionMetadataBuilder(FlashAttentionMetadataBuilder):  # type: ignore[misc]
-    """In CUDA graphs where all requests have as many rows: of mixed steps a graph would not see which have trees."""
+    """In CUDA graphs where all requests have as many rows: of mixed steps a graph would not see which have trees.
+
+    Or where all have trees, if of a root alone: see `vllm_ext.v2_shares`.
+    """
 
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
+
+    @classmethod
+    def get_varlen_cudagraph_max_query_len(cls, vllm_config: Any, kv_cache_spec: Any) -> int:
+        """Rows of the largest tree; vLLM asks where `TreeSpeculator.enable_adaptive_verification`."""
+        return 1 + int(vllm_config.num_speculative_tokens)
 
 
 @takes_trees

@@ -14,6 +14,7 @@ from vllm_ext import tree_rows
 from vllm_ext.host_drafts import HostDrafts, Verified
 from vllm_ext.kernels.device_trees import EMPTY, SlotTrees
 from vllm_ext.proposers.base import no_top
+from vllm_ext.proposers.tree import Float32
 from vllm_ext.v2_speculator import StepRows, TreeSpeculator
 
 
@@ -44,6 +45,7 @@ class HostSpeculator(TreeSpeculator):
         self._width = self.drafts.proposer.verified_top_k
         self._sent: tuple[torch.Tensor, Any, int, bool] | None = None  # of the step that runs
         self._arriving: list[_Arriving] = []  # of steps, in order
+        self.chances: dict[str, Float32] = {}
 
     @property
     def memory(self) -> tuple[int, str]:
@@ -63,6 +65,8 @@ class HostSpeculator(TreeSpeculator):
         if request_ids:
             self._take(0, waits=False)
         self.drafts.finish(request_ids)
+        for name in request_ids:
+            self.chances.pop(name, None)
 
     def serve(self) -> None:
         """See the base class."""
@@ -103,6 +107,9 @@ class HostSpeculator(TreeSpeculator):
         if not level or found is None:
             return nothing
         trees, roots = found
+        self.chances.update(
+            {name: tree.probabilities for name, tree in zip(input_batch.req_ids, trees, strict=True)}
+        )
         packed = self.to_device(tree_rows.pack(trees, roots, self.num_nodes), torch.int32)
         # Ranks draft alike, but a proposer may fail on one alone, and drafts go to no scheduler here that would tell:
         # what they verify together is the first one's. Nothing on the host waits for it.

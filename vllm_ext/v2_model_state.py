@@ -28,7 +28,8 @@ class TreeState(ABC):
     def preprocess_state(self, input_batch: Any, *args: Any, **kwargs: Any) -> None:
         """vLLM's last word before the metadata: slots are computed, by the flat positions."""
         super().preprocess_state(input_batch, *args, **kwargs)  # type: ignore[misc]
-        if input_batch.num_draft_tokens:
+        # Graphs for any query lengths read where each request's root is, of steps without drafts too.
+        if input_batch.num_draft_tokens or (self.speculator.varlen and not input_batch.has_prefill):
             self.speculator.lay_out(input_batch)
 
     def prepare_attn(
@@ -75,15 +76,18 @@ class TreeState(ABC):
                 **kwargs,
             )
             other_rows = slice(first_row, input_batch.num_tokens)
-        most = int(
-            input_batch.num_scheduled_tokens.max()
-            if for_capture
-            else 1 + input_batch.num_draft_tokens_per_req.max()
-        )
+        if for_capture:
+            most = (
+                input_batch.max_query_len
+                if self.speculator.varlen
+                else input_batch.num_scheduled_tokens.max()
+            )
+        else:
+            most = 1 + input_batch.num_draft_tokens_per_req.max()
         for groups in attn_groups:
             for group in groups:
                 name = group.layer_names[0]
-                rows = self._rows(metadata[name].block_table[:num_trees], num_trees, num_rows, most)
+                rows = self._rows(metadata[name].block_table[:num_trees], num_trees, num_rows, int(most))
                 marked = v1_attention.TreeMetadata(rows, others and others[name], other_rows)
                 setattr(metadata[name], v1_attention.TREES, marked)
         return metadata
@@ -111,9 +115,12 @@ class TreeState(ABC):
         return rows
 
     def _capture_trees(self, input_batch: Any) -> tuple[int, int]:
-        """Of a made-up batch: trees if each request has the same number of rows, and more than one."""
+        """Of a made-up batch: trees if each request has the same number of rows, and more than one.
+
+        Where graphs are for any query lengths all requests have trees, some of a root alone.
+        """
         lengths = input_batch.num_scheduled_tokens
-        if lengths.min() == 1 or lengths.min() != lengths.max():
+        if not self.speculator.varlen and (lengths.min() == 1 or lengths.min() != lengths.max()):
             return 0, 0
         if lengths.max() > 1 + self.speculator.num_nodes:
             return 0, 0

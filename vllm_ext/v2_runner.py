@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from vllm.logger import init_logger
 
-from vllm_ext import config, runners, tree_layers, v1_attention
+from vllm_ext import config, runners, tree_layers, v1_attention, v2_shares
 from vllm_ext.proposers.level_budget import levels_of
 from vllm_ext.v2_counts import BUDGET
 from vllm_ext.v2_device_speculator import DeviceSpeculator
@@ -45,6 +45,7 @@ class SpeculativeRunner:
     model_state: Any
     req_states: Any
     device: torch.device
+    adaptive_verification: Any
 
     # By KV group, what moves paths in its caches; see `vllm_ext.kernels.path_move.move_paths`.
     kv_movers: tuple[tuple[int, Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]], ...] = ()
@@ -74,6 +75,8 @@ class SpeculativeRunner:
     def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> None:
         """After vLLM has bound the caches: find out whether this model can verify trees."""
         super().initialize_kv_cache(*args, **kwargs)  # type: ignore[misc]
+        # vLLM's own would cut drafts on the device, by chances of a drafter's chains: steps come cut.
+        self.speculator.varlen, self.adaptive_verification = self.adaptive_verification is not None, None
         reason = self.speculator.chain_reason = self._chain_reason()
         if reason is not None:
             logger.warning(
@@ -96,7 +99,19 @@ class SpeculativeRunner:
         """Nodes of one tree that steps will have."""
         options = self.speculator.settings.options
         nodes: int = options.num_speculative_tokens
-        return levels_of(nodes) if options.budget == "goodput" else [nodes]
+        return levels_of(nodes) if options.budget != "fixed" else [nodes]
+
+    def _may_vary(self) -> bool:
+        """Whether vLLM is to capture graphs for steps of any query lengths, and none for those of one."""
+        runner: Any = self
+        mode = runner.compilation_config.cudagraph_mode
+        return (
+            self.device.type == "cuda"
+            and v2_shares.are_shared(runner.vllm_config, self.speculator.settings)
+            and mode is not None
+            and mode.has_full_cudagraphs()
+            and self._chain_reason() is None
+        )
 
     def _chain_reason(self) -> str | None:
         runner: Any = self
@@ -133,6 +148,20 @@ class SpeculativeRunner:
                 self.speculator.admit(slot, request, self._path_dependent(slot, request.sampling_params))
         if scheduler_output.scheduled_new_reqs:
             self.speculator.apply_staged_writes()
+
+    def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        """vLLM's, of a step that has as many drafts as the budget wants verified."""
+        runner: Any = self
+        if not any(self._is_structured(name) for name in scheduler_output.scheduled_spec_decode_tokens):
+            scheduler_output = v2_shares.cut(
+                scheduler_output, self.speculator.chances, runner.cudagraph_manager
+            )
+        return super().execute_model(scheduler_output, *args, **kwargs)  # type: ignore[misc]
+
+    def _is_structured(self, name: str) -> bool:
+        """Whether a request's masks have a row for each draft that was scheduled."""
+        slot = self.req_states.req_id_to_index.get(name)
+        return slot is not None and bool(self.speculator.structured[slot])
 
     def _path_dependent(self, slot: int, params: Any) -> bool:
         """Whether what a request samples is made by code that takes its rows for a chain, and by the tokens in them."""
@@ -187,6 +216,9 @@ def install(runner: Any) -> None:
     assert settings is not None
     kind = DeviceSpeculator if runners.is_on_device(settings) else HostSpeculator
     runner.speculator = kind(runner.vllm_config, runner.device, runner.req_states)
+    runner.speculator.may_vary = runner._may_vary
+    if reason := v2_shares.problem(runner.vllm_config, settings):
+        logger.warning("vllm-ext: budget='shared' is 'goodput' here: %s.", reason)
 
 
 def _put_before(thing: Any, mixin: type[Any]) -> None:

@@ -12,9 +12,11 @@ from typing import Any
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
+from vllm_ext import config, v2_shares
 from vllm_ext.ended_requests import EndsFaulty
 from vllm_ext.proposers.level_budget import LevelBudget, levels_of
 from vllm_ext.v2_counts import BUDGET
+from vllm_ext.v2_shares import LEVEL
 
 SHOW_SECONDS = 0.5  # between two looks at the budget's figures
 
@@ -35,13 +37,23 @@ class Budgeted:
         # What vLLM looks up by batch size: for each level a schedule with nothing else.
         self._schedules = {level: [level] * (self.max_num_running_reqs + 1) for level in self.budget.levels}
         self._scheduled: dict[int, float] = {}  # by the output's identity, when it was made
+        settings = config.from_vllm_config(self.vllm_config)
+        self._shares = settings is not None and v2_shares.are_shared(self.vllm_config, settings)
+        self._coming: int | None = None  # level of the drafts that the last step makes, if they are more
         self._updated = 0.0
         self._shown = 0.0
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         """vLLM's; the drafts that this step makes are as many as the budget says."""
-        self.dynamic_sd_lookup = self._schedules[self.budget.choose(max(len(self.running), 1))]
+        level = self.budget.choose(max(len(self.running), 1))
+        # Masks of grammars have a row for each draft that was scheduled.
+        shared = self._shares and level > 0 and not any(each.use_structured_output for each in self.running)
+        self.dynamic_sd_lookup = self._schedules[self.budget.levels[-1] if shared else level]
         output = super().schedule(*args, **kwargs)  # type: ignore[misc]
+        if self._coming is not None:
+            setattr(output, LEVEL, self._coming)
+        if output.total_num_scheduled_tokens:
+            self._coming = level if shared else None
         now = self._scheduled[id(output)] = time.perf_counter()
         if self.running and now - self._shown > SHOW_SECONDS:
             state = self.budget.state(len(self.running))
@@ -60,9 +72,12 @@ class Budgeted:
         drafts = scheduler_output.scheduled_spec_decode_tokens
         lengths = scheduler_output.num_scheduled_tokens
         nodes = {len(drafts.get(name, ())) for name in lengths}
+        level = getattr(scheduler_output, LEVEL, None)
         if len(nodes) == 1 and all(count == 1 + len(drafts.get(name, ())) for name, count in lengths.items()):
             emitted = sum(map(len, model_runner_output.sampled_token_ids or ()))
-            self.budget.observe(nodes.pop(), len(lengths), emitted, seconds)
+            count = nodes.pop()
+            count = count if level is None else min(count, level)
+            self.budget.observe(count, len(lengths), emitted, seconds)
         else:
             self.budget.interrupt()
         return result

@@ -10,7 +10,8 @@ next step while this one runs. What the host decides it decides by what it knew 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,6 +25,7 @@ from vllm_ext.kernels.backends import Backend
 from vllm_ext.kernels.device_trees import RowLayout, SlotTrees, lay_out
 from vllm_ext.kernels.recycling import WalkedRows
 from vllm_ext.kernels.top_k import top_k_ids
+from vllm_ext.proposers.tree import Float32
 from vllm_ext.v2_counts import Counts
 
 # vLLM's V2 runner has Triton; on a CPU its tests run it in the interpreter.
@@ -55,6 +57,8 @@ class TreeSpeculator(BaseSpeculator):  # type: ignore[misc]  # vLLM is untyped t
 
     trees: SlotTrees  # for the next step; the subclass makes them
     only_chains = False  # by the method's own options
+    # By request, of the nodes of its tree, as far as the host knows; see `v2_shares.cut`.
+    chances: Mapping[str, Float32] = MappingProxyType({})
 
     def __init__(self, vllm_config: Any, device: torch.device, req_states: Any) -> None:
         settings = config.from_vllm_config(vllm_config)
@@ -75,6 +79,17 @@ class TreeSpeculator(BaseSpeculator):  # type: ignore[misc]  # vLLM is untyped t
         # Why this model's drafts are chains; None where it can verify trees. Set once the caches are bound.
         self.chain_reason: str | None = None
         self.counts = Counts(vllm_config, device)
+        self.may_vary: Callable[[], bool] = lambda: (
+            False
+        )  # whether steps may have any query lengths; of the runner
+        self.varlen = (
+            False  # captured graphs are for such steps, whose every request has a tree, or its root alone
+        )
+
+    @property
+    def enable_adaptive_verification(self) -> bool:
+        """What vLLM asks of a speculator before it captures: graphs of decoding for any query lengths, or for one."""
+        return self.may_vary()
 
     @property
     @abstractmethod

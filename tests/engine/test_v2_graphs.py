@@ -65,3 +65,50 @@ def test_a_graph_reads_what_a_step_writes(v2_trees: Any, monkeypatch: pytest.Mon
         assert step == captured
         assert positions == runner.input_buffers.positions.data_ptr()
         assert num_rows == [7, 0, 0, 0]  # of requests that fill a graph up: none
+
+
+def test_a_graph_for_any_query_lengths(v2_host: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of its requests have trees, at least a root, and steps without drafts say where these are."""
+    from vllm.v1.worker.gpu.cudagraph_utils import prepare_inputs_to_capture
+
+    runner = v2_host.llm_engine.model_executor.driver_worker.worker.model_runner
+    monkeypatch.setattr(runner.speculator, "varlen", True)
+    layout = runner.speculator.layout
+    for requests, tokens, rows in ((4, 4, [1, 1, 1, 1]), (4, 9, [2, 2, 2, 3]), (2, 14, [7, 7, 0, 0])):
+        state = prepare_inputs_to_capture(
+            requests,
+            tokens,
+            runner.model_state,
+            runner.input_buffers,
+            runner.block_tables,
+            runner.attn_groups,
+            runner.kv_cache_config,
+            full_cudagraph=True,
+            max_query_len=7,
+        )
+        trees = getattr(next(iter(state.attn_metadata.values())), v1_attention.TREES)
+        assert trees.stock is None
+        assert (len(trees.rows.num_rows), len(trees.rows.parents), trees.rows.max_rows) == (
+            requests,
+            tokens,
+            7,
+        )
+        assert trees.rows.num_rows.data_ptr() == layout.num_rows.data_ptr()
+        assert layout.num_rows.tolist() == rows
+
+    seen: list[list[int]] = []
+    honest = TreeState.prepare_attn
+
+    def watching(self: Any, input_batch: Any, *args: Any, **kwargs: Any) -> Any:
+        if not input_batch.num_draft_tokens and not input_batch.has_prefill:
+            seen.append(layout.num_rows.tolist())
+            assert layout.first_row[: input_batch.num_reqs].tolist() == list(range(input_batch.num_reqs))
+        return honest(self, input_batch, *args, **kwargs)
+
+    monkeypatch.setattr(TreeState, "prepare_attn", watching)
+    scheduler = v2_host.llm_engine.engine_core.engine_core.scheduler
+    monkeypatch.setattr(scheduler, "dynamic_sd_lookup", [0] * 5)
+    layout.num_rows.fill_(9)
+    generate(v2_host, prompts(2, seed=31), sampling(max_tokens=4))
+    assert seen
+    assert all(rows == [1, 1, 0, 0] for rows in seen)

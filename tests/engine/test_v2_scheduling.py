@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -149,3 +150,60 @@ def test_the_goodput_budget(
     rates = [scheduler.budget.rate(3, level) for level in scheduler.budget.levels]
     assert rates[0] is not None
     assert rates[1] is not None
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("scheduled_ahead", [False, True])
+def test_nodes_that_requests_share(
+    v2_dir: str, v2_plain: Any, scheduled_ahead: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps have more rows of some requests than of others, by their nodes' chances; the tokens are plain's."""
+    make = make_ahead if scheduled_ahead else v2_engine
+    llm = make(v2_dir, {**V2_HOST_METHOD, "budget": "shared"})
+    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+    runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner
+    levels = itertools.cycle([2, 2, 2, 3, 0, 6])
+    monkeypatch.setattr(scheduler.budget, "_choose", lambda batch_size: next(levels))
+    seen: list[list[int]] = []
+    prepare = runner.prepare_attn
+
+    def watching(input_batch: Any) -> Any:
+        counts = input_batch.num_draft_tokens_per_req
+        if counts is not None:
+            seen.append(counts.tolist())
+        return prepare(input_batch)
+
+    monkeypatch.setattr(runner, "prepare_attn", watching)
+    texts = prompts(4, seed=23)
+    kinds = [
+        sampling(max_tokens=40),
+        sampling(max_tokens=40, temperature=0.8, seed=2),
+        sampling(max_tokens=25, repetition_penalty=1.2, logprobs=2),
+        sampling(max_tokens=30),
+    ]
+    expected = tokens(generate(v2_plain, texts, kinds))
+    assert_same_outputs(expected, tokens(generate(llm, texts, kinds)))
+    shared = [counts for counts in seen if len(set(counts)) > 1]
+    assert len(shared) > 5
+    assert any(max(counts) > 3 and sum(counts) <= 3 * len(counts) for counts in shared)
+    totals = counters(llm)
+    assert totals["spec_accepted_tokens"] > 10
+    assert totals["spec_draft_tokens"] <= sum(map(sum, seen))
+    assert totals["fallbacks:proposer_error"] == 0
+
+
+def test_masks_of_grammars_and_shared_nodes(v2_dir: str, v2_plain: Any) -> None:
+    """A mask has a row for each draft that was scheduled: steps with such requests are not cut."""
+    from vllm.sampling_params import StructuredOutputsParams
+
+    llm = make_ahead(v2_dir, {**V2_HOST_METHOD, "budget": "shared"})
+    choice = StructuredOutputsParams(choice=["alpha beta", "alpha gamma", "omega"])
+    kinds = [
+        sampling(max_tokens=30),
+        sampling(structured_outputs=choice, ignore_eos=False, temperature=0.9, seed=4),
+        sampling(max_tokens=30, temperature=0.8, seed=3),
+        sampling(structured_outputs=choice, ignore_eos=False),
+    ]
+    texts = prompts(len(kinds), seed=8)
+    expected = tokens(generate(v2_plain, texts, kinds))
+    assert_same_outputs(expected, tokens(generate(llm, texts, kinds)))

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny_idefics
 import torch
 
 pytest.importorskip("vllm")
@@ -40,6 +41,21 @@ def test_a_slice_of_the_target(model_dir: str) -> None:
         assert draft.model == made.model_config.model
         assert draft.dtype == made.model_config.dtype
     assert made.model_config.hf_config.num_hidden_layers == 30
+
+
+def test_companions_of_rules_read_text_alone(slice_dir: str, tmp_path: Path) -> None:
+    """A target that takes images has no token ids to read beside it: the first step would end the engine."""
+    seeing = tiny_idefics.write(slice_dir, tmp_path)
+    rules = {"contrastive": {"model": slice_dir}}
+
+    def start(**options: Any) -> Any:
+        given = {"additional_config": {"vllm_ext": {"rules": rules}}, "max_model_len": 256, **options}
+        return EngineArgs(model=seeing, dtype="float32", **given).create_engine_config()
+
+    with pytest.raises(ValueError, match=r"companion model reads text, .*--limit-mm-per-prompt, 0 of each"):
+        start()
+    with pytest.raises(ValueError, match="its tokenizer is not"):  # what is looked at next; images had their own
+        start(limit_mm_per_prompt={"image": 0})
 
 
 def test_another_model(slice_dir: str, tmp_path: Path) -> None:

@@ -138,6 +138,20 @@ def _share(module: Any, source: Any) -> None:
             _share(child, getattr(source, name))
 
 
+def check_reads_text(vllm_config: Any, field: str) -> None:
+    """Refuse at start-up a target that may be shown what a second model, which reads tokens beside it, cannot see.
+
+    Raises:
+        ValueError: with the way out.
+    """
+    target = vllm_config.model_config
+    if target.supports_multimodal_inputs:
+        raise ValueError(
+            f"{field}: a companion model reads text, and {target.model} takes images, audio or video too; switch "
+            "these off with --limit-mm-per-prompt, 0 of each, or leave the rule out."
+        )
+
+
 def check(vllm_config: Any, options: Chosen, field: str = SPECULATION) -> Any:
     """Refuse at start-up a model that does not fit the target; ``field`` is what errors call the options.
 

@@ -380,7 +380,9 @@ def _check_rules(vllm_config: Any, ruled: RuleSettings, on_v2: bool) -> None:
     if ruled.companion is not None:
         from vllm_ext import companion_load
 
-        companion = companion_load.check(vllm_config, ruled.companion, f'{rules.FIELD}["rules"]')
+        field = f'{rules.FIELD}["rules"]'
+        companion_load.check_reads_text(vllm_config, field)
+        companion = companion_load.check(vllm_config, ruled.companion, field)
         ruled.check_companion(companion.get_total_num_hidden_layers())
 
 

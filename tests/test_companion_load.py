@@ -54,7 +54,7 @@ def test_companions_of_rules_read_text_alone(slice_dir: str, tmp_path: Path) -> 
 
     with pytest.raises(ValueError, match=r"companion model reads text, .*--limit-mm-per-prompt, 0 of each"):
         start()
-    with pytest.raises(ValueError, match="its tokenizer is not"):  # what is looked at next; images had their own
+    with pytest.raises(ValueError, match="its tokenizer is not"):
         start(limit_mm_per_prompt={"image": 0})
 
 

@@ -38,7 +38,8 @@ class TreeFlashAttentionMetadataBuilder(FlashAttentionMetadataBuilder):  # type:
     @classmethod
     def get_varlen_cudagraph_max_query_len(cls, vllm_config: Any, kv_cache_spec: Any) -> int:
         """Rows of the largest tree; vLLM asks where `TreeSpeculator.enable_adaptive_verification`."""
-        return 1 + int(vllm_config.num_speculative_tokens)
+        nodes: int = vllm_config.num_speculative_tokens
+        return 1 + nodes
 
 
 @takes_trees

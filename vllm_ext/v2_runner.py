@@ -161,7 +161,8 @@ class SpeculativeRunner:
     def _is_structured(self, name: str) -> bool:
         """Whether a request's masks have a row for each draft that was scheduled."""
         slot = self.req_states.req_id_to_index.get(name)
-        return slot is not None and bool(self.speculator.structured[slot])
+        structured: bool = slot is not None and self.speculator.structured[slot]  # numpy
+        return structured
 
     def _path_dependent(self, slot: int, params: Any) -> bool:
         """Whether what a request samples is made by code that takes its rows for a chain, and by the tokens in them."""

@@ -71,7 +71,8 @@ def _may_differ(output: Any, sizes: Mapping[str, int], even: Mapping[str, int], 
     alike, shared = (_graph(graphs, [1 + nodes.get(name, 0) for name in lengths]) for nodes in (even, sizes))
     if alike.cg_mode != CUDAGraphMode.FULL:
         return True
-    return bool(shared.cg_mode == CUDAGraphMode.FULL and shared.num_tokens <= alike.num_tokens)
+    fits: bool = shared.cg_mode == CUDAGraphMode.FULL and shared.num_tokens <= alike.num_tokens
+    return fits
 
 
 def _graph(graphs: Any, lengths: list[int]) -> Any:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Python code as the rules of its grammar that derive it, token by token, for rule `rpg`.
 
-A pushdown automaton (parso's LL(1) tables) reads the code. A token's symbol is the rules that it opens and where it
+A pushdown automaton (parso's LL(1) tables) reads the code. A token's symbols are the rules that it opens, and where it
 leaves the innermost one, so ``elif a == 1:`` and ``elif b < 2:`` are alike, and so are ``+`` and ``-``; names, numbers
 and strings differ. What Python's grammar does not derive is read by lexical classes (`lexer.py`): prose, other
 languages, ``match``, the text between two fences (```) as a whole.
@@ -41,7 +41,7 @@ class Step(NamedTuple):
     """What a state does with a token."""
 
     state: int
-    opened: tuple[int, ...]  # states of the rules that begin with it
+    opened: tuple[int, ...]  # states behind it of the rules that begin with it
 
 
 class PythonRules:
@@ -151,9 +151,10 @@ class PythonRules:
             taken = self._take(stack, value if reserved else name)
             if taken is None:
                 return None
-            key = (taken, "" if reserved else name)
-            symbols.append(self._symbols.setdefault(key, FIRST_SYMBOL + len(self._symbols)))
-            classes.append(lexer.first_class(value.encode()) or lexer.STRING)
+            # A rule each: the first element of a list opens the list too, and is a copy of the others all the same.
+            keys = [*(taken.opened or [(taken.state,)]), "" if reserved else name]
+            symbols += [self._symbols.setdefault(key, FIRST_SYMBOL + len(self._symbols)) for key in keys]
+            classes += bytes([lexer.first_class(value.encode()) or lexer.STRING]) * len(keys)
         return (
             np.array(symbols, dtype=np.uint16).tobytes(),
             bytes(classes),

@@ -68,7 +68,7 @@ def test_drafts_come_with_tokens_where_workers_are_processes(
     assert executor.take_draft_token_ids() == "asked for"
 
 
-def test_a_state_folder_is_made_absolute_and_engines_get_time_to_save(
+def test_a_state_folder_is_made_absolute_and_engines_get_time_to_end(
     model_dir: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from vllm.v1.engine import utils
@@ -77,8 +77,12 @@ def test_a_state_folder_is_made_absolute_and_engines_get_time_to_save(
     stock = getattr(getattr(utils, name), "__wrapped__", getattr(utils, name))
     monkeypatch.setattr(utils, name, stock)
     monkeypatch.chdir(tmp_path)
-    config_for(model_dir, speculative_config=METHOD)
+    config_for(model_dir)
     assert getattr(utils, name) is stock
+    config_for(
+        model_dir, speculative_config=METHOD
+    )  # its requests are ended, also where it has nothing to save
+    assert getattr(utils, name).__wrapped__ is stock
     for _ in range(2):
         made = config_for(model_dir, speculative_config={**METHOD, "state_dir": "here"})
         assert made.additional_config["vllm_ext"]["speculation"]["state_dir"] == str(tmp_path / "here")

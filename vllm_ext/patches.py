@@ -34,13 +34,15 @@ def allow_all_sampling_parameters(*drafters: str) -> None:
     SamplingParams._validate_spec_decode = _validate_spec_decode
 
 
-def let_engines_save(seconds: float) -> None:
+def let_engines_end(seconds: float) -> None:
     """Wait for engines that shut down, where vLLM kills them at once. Idempotent.
 
-    With ``--shutdown-timeout 0``, the default, `vllm serve` sends its engines SIGTERM and in the same moment SIGKILL:
-    no worker could save anything. vLLM has a function for how long they get, which makes room on ROCm only; here it
-    does everywhere. Requests are aborted as before, and an engine that is done earlier is not waited for. The one
-    symbol that a supported vLLM may lack: without it, what was learnt since the last save can be lost.
+    With ``--shutdown-timeout 0``, the default, `vllm serve` sends its engines SIGTERM and in the same moment SIGKILL.
+    No worker can save anything then, and clients whose requests the engine had no time to abort keep their
+    connections open: the API server waits for them without end. vLLM has a function for how long engines get, which
+    makes room on ROCm only; here it does everywhere. Requests are aborted as before, and an engine that is done earlier
+    is not waited for. The one symbol that a supported vLLM may lack: without it, what was learnt since the last save
+    can be lost.
 
     It is called right before SIGTERM, also at the end of a script with ``LLM``, and the place to let the engine fall
     asleep first: Python sets a flag when a signal comes, and a thread that has looked at it and not yet begun to wait
@@ -52,7 +54,7 @@ def let_engines_save(seconds: float) -> None:
     original = getattr(utils, "get_engine_process_shutdown_timeout", None)
     if original is None:
         logging.getLogger("vllm.vllm_ext").warning(
-            "vllm-ext: this vLLM may kill its engines before they have saved what was learnt; with "
+            "vllm-ext: this vLLM may kill its engines before they have ended requests and saved what was learnt; with "
             "--shutdown-timeout %g it does not",
             seconds,
         )

@@ -86,7 +86,7 @@ def _create_engine_config(original: Any, engine_args: Any, *args: Any, **kwargs:
 
     from vllm.logger import init_logger
 
-    from vllm_ext import compat, compilers, kv_cache, patches, rules, runners, structured_outputs
+    from vllm_ext import compat, compilers, kv_cache, patches, rules, runners, state, structured_outputs
 
     compat.check_version()
     logger = init_logger("vllm.vllm_ext")
@@ -207,6 +207,7 @@ def _create_engine_config(original: Any, engine_args: Any, *args: Any, **kwargs:
     parallel = vllm_config.parallel_config
     if parallel.distributed_executor_backend == "mp" and "worker_cls" in rewritten:
         parallel.distributed_executor_backend = LEAVING_EXECUTOR_CLASS
+    patches.let_engines_end(state.SHUTDOWN_SECONDS)
     from vllm.platforms import current_platform
 
     if missing := compilers.warning(vllm_config, current_platform.device_type):
@@ -216,7 +217,7 @@ def _create_engine_config(original: Any, engine_args: Any, *args: Any, **kwargs:
 
 def _settings(engine_args: Any) -> Settings:
     """The method that was asked for, its folders made."""
-    from vllm_ext import compat, config, patches, state
+    from vllm_ext import compat, config, state
     from vllm_ext.proposers.draft_model import PassOptions
 
     requested = dict(engine_args.speculative_config)
@@ -237,7 +238,6 @@ def _settings(engine_args: Any) -> Settings:
         settings = settings.with_options(
             **{name: str(state.prepare_folder(folder, name)) for name, folder in given.items()}
         )
-        patches.let_engines_save(state.SHUTDOWN_SECONDS)
     return settings
 
 
@@ -323,7 +323,7 @@ def _processor_of(ruled: RuleSettings, on_v2: bool) -> str:
 
 def _with_folders(ruled: RuleSettings) -> RuleSettings:
     """The rules that were asked for, their folders made."""
-    from vllm_ext import patches, state
+    from vllm_ext import state
 
     given = {name: getattr(options, "state_dir", None) for name, options in ruled.options.items()}
     folders = {
@@ -331,8 +331,6 @@ def _with_folders(ruled: RuleSettings) -> RuleSettings:
         for name, folder in given.items()
         if folder is not None
     }
-    if folders:
-        patches.let_engines_save(state.SHUTDOWN_SECONDS)
     return ruled.with_options({name: {"state_dir": folder} for name, folder in folders.items()})
 
 

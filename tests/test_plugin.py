@@ -13,7 +13,7 @@ pytest.importorskip("vllm")
 
 from vllm.engine.arg_utils import EngineArgs
 
-from vllm_ext import compat, patches, plugin
+from vllm_ext import hooks, patches, plugin, refusals
 from vllm_ext.runners import Choice
 
 METHOD = {"method": "token_recycling", "num_speculative_tokens": 4, "matrix_width": 2}
@@ -182,7 +182,7 @@ def test_microbatching_is_refused(model_dir: str) -> None:
     vllm_config = config_for(model_dir, speculative_config=METHOD)
     vllm_config.parallel_config.enable_dbo = True  # afterwards: vLLM turns it off on a CPU
     with pytest.raises(ValueError, match=r"microbatching \(--enable-dbo\): it must be off"):
-        compat.check_vllm_config(vllm_config, "token_recycling", Choice("V1", "no Triton"))
+        refusals.check_vllm_config(vllm_config, "token_recycling", Choice("V1", "no Triton"))
 
 
 def test_forced_v2_runner_is_refused(model_dir: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -194,7 +194,7 @@ def test_forced_v2_runner_is_refused(model_dir: str, monkeypatch: pytest.MonkeyP
 def test_an_unsupported_vllm_is_refused_only_when_a_method_is_asked_for(
     model_dir: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compat, "vllm_version", lambda: "0.99.0")
+    monkeypatch.setattr(hooks, "vllm_version", lambda: "0.99.0")
     with pytest.raises(RuntimeError, match=r"vLLM 0\.99\.0 is not supported.*Install"):
         config_for(model_dir, speculative_config=METHOD)
     assert config_for(model_dir).speculative_config is None

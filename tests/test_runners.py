@@ -14,7 +14,7 @@ import vllm.config.vllm as vllm_config_module
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.executor import Executor as AnyExecutor
 
-from vllm_ext import compat, doctor, plugin, runners
+from vllm_ext import doctor, plugin, refusals, runners
 from vllm_ext.config import parse
 from vllm_ext.proposers.registry import METHODS, load_method
 
@@ -170,7 +170,7 @@ def test_a_configuration_for_the_other_runner_is_refused(model_dir: str, with_tr
     with pytest.raises(
         ValueError, match=r"made for the V1 model runner \(a reason\).*VLLM_USE_V2_MODEL_RUNNER=0"
     ):
-        compat.check_vllm_config(config, "token_recycling", runners.Choice("V1", "a reason"))
+        refusals.check_vllm_config(config, "token_recycling", runners.Choice("V1", "a reason"))
 
 
 def test_the_doctor_says_which(with_triton: None, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 pytest.importorskip("vllm")
 
-from vllm_ext import compat, doctor, seams
+from vllm_ext import doctor, hooks, seams
 from vllm_ext.cli import app
 from vllm_ext.seam_files import Files, imports
 
@@ -95,7 +95,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
 def test_what_is_there_is_found(
     files: Files, module: str, name: str, parameters: tuple[str, ...] | None
 ) -> None:
-    assert files.problem(compat.Hook(module, name, parameters, "")) is None
+    assert files.problem(hooks.Hook(module, name, parameters, "")) is None
 
 
 @pytest.mark.parametrize(
@@ -120,7 +120,7 @@ def test_what_is_there_is_found(
 def test_what_has_moved_is_named(
     files: Files, module: str, name: str, parameters: tuple[str, ...] | None, says: str
 ) -> None:
-    problem = files.problem(compat.Hook(module, name, parameters, ""))
+    problem = files.problem(hooks.Hook(module, name, parameters, ""))
     assert problem is not None
     assert re.search(says, problem), problem
 
@@ -149,18 +149,18 @@ def test_a_wrong_first_parameter_is_seen_in_every_hook_that_has_some(table: str)
     files = installed()
     for hook in seams.TABLES[table]:
         if hook.parameters:
-            moved = compat.Hook(hook.module, hook.name, ("moved", *hook.parameters[1:]), "")
+            moved = hooks.Hook(hook.module, hook.name, ("moved", *hook.parameters[1:]), "")
             for problem in (files.problem(moved), moved.problem()):
                 assert problem is not None, hook
                 assert "signature" in problem
-        gone = compat.Hook(hook.module, f"{hook.name}_gone", None, "")
+        gone = hooks.Hook(hook.module, f"{hook.name}_gone", None, "")
         assert "missing" in str(files.problem(gone))
         assert "missing" in str(gone.problem())
 
 
 def test_no_table_names_a_symbol_twice() -> None:
-    for hooks in seams.TABLES.values():
-        names = [(hook.module, hook.name) for hook in hooks]
+    for symbols in seams.TABLES.values():
+        names = [(hook.module, hook.name) for hook in symbols]
         assert len(set(names)) == len(names)
 
 

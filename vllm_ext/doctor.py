@@ -17,7 +17,7 @@ from vllm_ext import __version__, cpu
 from vllm_ext.entry import MIN_PYTHON, PYTHON_WAY_OUT
 
 if TYPE_CHECKING:
-    from vllm_ext import compat
+    from vllm_ext import hooks
 
 Status = Literal["ok", "warn", "fail"]
 
@@ -106,10 +106,10 @@ def _vllm() -> Iterator[Check]:
     if find_spec("vllm") is None:
         yield Check("fail", "vLLM", "not installed", INSTALL)
         return
-    from vllm_ext import compat
+    from vllm_ext import hooks
 
-    version = compat.vllm_version()
-    problem = compat.version_problem(version)
+    version = hooks.vllm_version()
+    problem = hooks.version_problem(version)
     yield Check("fail" if problem else "ok", "vLLM", version, problem or "")
     try:
         metadata.version("vllm")
@@ -284,16 +284,16 @@ def _model_cache() -> Iterator[Check]:
 def _seams() -> Iterator[Check]:
     from vllm_ext import seams
 
-    for table, hooks in seams.TABLES.items():
-        for hook in hooks:
+    for table, symbols in seams.TABLES.items():
+        for hook in symbols:
             yield _seam(table, hook, hook.problem())
 
 
-def _seam(table: str, hook: compat.Hook, problem: str | None) -> Check:
+def _seam(table: str, hook: hooks.Hook, problem: str | None) -> Check:
     """The line of one symbol. Without a symbol of V1 no method runs; without one of another table some do."""
-    from vllm_ext import compat
+    from vllm_ext import hooks
 
-    way_out = f"install vllm >={compat.MIN_VERSION},<{compat.BELOW_VERSION}"
+    way_out = f"install vllm >={hooks.MIN_VERSION},<{hooks.BELOW_VERSION}"
     way_out = ", ".join([way_out, *{"V2": [WITHOUT_V2], "CUDA": [WITHOUT_CUDA]}.get(table, [])])
     return Check(
         ("fail" if table == "V1" else "warn") if problem else "ok",
@@ -309,13 +309,13 @@ def checks_of_files(folder: Path) -> Iterator[Check]:
     Raises:
         ValueError: there is none.
     """
-    from vllm_ext import compat, seam_files, seams
+    from vllm_ext import hooks, seam_files, seams
 
     files = seam_files.Files(folder)
-    problem = compat.version_problem(files.version())
+    problem = hooks.version_problem(files.version())
     yield Check("fail" if problem else "ok", "vLLM", f"{files.version()} in {folder}", problem or "")
-    for table, hooks in seams.TABLES.items():
-        for hook in hooks:
+    for table, symbols in seams.TABLES.items():
+        for hook in symbols:
             yield _seam(table, hook, files.problem(hook))
     taken = list(seam_files.imports(Path(__file__).parent))
     missing = [(file, module, name) for file, module, name in taken if not files.has(module, name)]

@@ -86,9 +86,19 @@ def _create_engine_config(original: Any, engine_args: Any, *args: Any, **kwargs:
 
     from vllm.logger import init_logger
 
-    from vllm_ext import compat, compilers, kv_cache, patches, rules, runners, state, structured_outputs
+    from vllm_ext import (
+        compilers,
+        hooks,
+        kv_cache,
+        patches,
+        refusals,
+        rules,
+        runners,
+        state,
+        structured_outputs,
+    )
 
-    compat.check_version()
+    hooks.check_version()
     logger = init_logger("vllm.vllm_ext")
     rewritten: dict[str, Any] = {}
     ruled = rules.from_config(engine_args)
@@ -103,8 +113,8 @@ def _create_engine_config(original: Any, engine_args: Any, *args: Any, **kwargs:
         }
 
         if not speculates:
-            compat.check_rules(engine_args)
-        compat.check_rules_classes(engine_args, ruled)
+            refusals.check_rules(engine_args)
+        refusals.check_rules_classes(engine_args, ruled)
         rewritten |= _for_rules(engine_args, ruled)
     strict = structured_outputs.is_strict(engine_args)
     settings = choice = None
@@ -112,7 +122,7 @@ def _create_engine_config(original: Any, engine_args: Any, *args: Any, **kwargs:
     if speculates:
         settings = _settings(engine_args)
         choice = runners.choose(engine_args, settings, ruled, encoded_kv=kv is not None)
-        compat.check_runner(engine_args, settings.method, choice)
+        refusals.check_runner(engine_args, settings.method, choice)
         if choice.runner == "V2":
             settings = _with_default_nodes(settings)
             rewritten |= _as_device_method(engine_args, settings, ruled)
@@ -120,7 +130,7 @@ def _create_engine_config(original: Any, engine_args: Any, *args: Any, **kwargs:
             rewritten |= _as_custom_class(engine_args, settings, ruled)
     on_v2 = (choice or runners.vllms_own()).runner == "V2"
     if ruled is not None:
-        compat.check_rules_runner(ruled, on_v2)
+        refusals.check_rules_runner(ruled, on_v2)
         processors = [*(engine_args.logits_processors or ()), _processor_of(ruled, on_v2)]
         rewritten["logits_processors"] = processors
         if engine_args.worker_cls == "auto":
@@ -217,7 +227,7 @@ def _create_engine_config(original: Any, engine_args: Any, *args: Any, **kwargs:
 
 def _settings(engine_args: Any) -> Settings:
     """The method that was asked for, its folders made."""
-    from vllm_ext import compat, config, state
+    from vllm_ext import config, refusals, state
     from vllm_ext.proposers.draft_model import PassOptions
 
     requested = dict(engine_args.speculative_config)
@@ -229,9 +239,9 @@ def _settings(engine_args: Any) -> Settings:
             )
         requested["num_speculative_tokens"] = engine_args.spec_tokens
     settings = config.parse(requested)
-    compat.check_engine_args(engine_args, settings.method)
+    refusals.check_engine_args(engine_args, settings.method)
     if isinstance(settings.options, PassOptions):
-        compat.check_scheduler(engine_args, settings.method)
+        refusals.check_scheduler(engine_args, settings.method)
     folders = {name: getattr(settings.options, name, None) for name in ("state_dir", "export_dir")}
     if given := {name: folder for name, folder in folders.items() if folder is not None}:
         # Absolute: a worker may have another working directory.
@@ -347,11 +357,11 @@ def _for_rules(engine_args: Any, ruled: RuleSettings) -> dict[str, Any]:
 
 def _check_method(vllm_config: Any, settings: Settings, choice: Choice) -> None:
     """What only the finished configuration tells of a method."""
-    from vllm_ext import compat
+    from vllm_ext import refusals
     from vllm_ext.proposers.draft_model import DraftModelOptions
     from vllm_ext.proposers.self_draft import SelfDraftOptions
 
-    compat.check_vllm_config(vllm_config, settings.method, choice)
+    refusals.check_vllm_config(vllm_config, settings.method, choice)
     settings.proposer_class.check(settings.options, *_vocabulary(vllm_config))
     if isinstance(settings.options, DraftModelOptions):
         from vllm_ext import companion_load
@@ -365,9 +375,9 @@ def _check_method(vllm_config: Any, settings: Settings, choice: Choice) -> None:
 
 def _check_rules(vllm_config: Any, ruled: RuleSettings, on_v2: bool) -> None:
     """What only the finished configuration tells of rules."""
-    from vllm_ext import compat, rules
+    from vllm_ext import refusals, rules
 
-    compat.check_rules_config(vllm_config, ruled, on_v2)
+    refusals.check_rules_config(vllm_config, ruled, on_v2)
     ruled.check(*_vocabulary(vllm_config), vllm_config.model_config.get_total_num_hidden_layers())
     for name, options in ruled.options.items():
         if (file := getattr(options, "file", None)) is not None:

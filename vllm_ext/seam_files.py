@@ -2,7 +2,7 @@
 """Whether an unpacked vLLM has our hooks, by its Python files alone: nothing of it is imported.
 
 For versions that are not installed here, or cannot be: a CUDA wheel unpacked on a CPU. What a decorator or a metaclass
-makes at run time is not seen, so this says less than `compat.Hook.problem`; tests hold both to the same answers on the
+makes at run time is not seen, so this says less than `hooks.Hook.problem`; tests hold both to the same answers on the
 vLLM that is installed.
 """
 
@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TypeAlias
 
-from vllm_ext.compat import Hook
+from vllm_ext.hooks import Hook
 
 Definition: TypeAlias = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.expr | ast.stmt
 MOST_STEPS = 20  # of imports followed from one name, and of bases of one class
@@ -47,7 +47,7 @@ class Files:
         return "unknown"
 
     def problem(self, hook: Hook) -> str | None:
-        """As `compat.Hook.problem`: None when the symbol is there as expected, else what is wrong."""
+        """As `hooks.Hook.problem`: None when the symbol is there as expected, else what is wrong."""
         if self._module(hook.module) is None:
             return f"missing (no module {hook.module})"
         found = self._find(hook.module, hook.name.split("."))

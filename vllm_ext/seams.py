@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The symbols of vLLM's V2 runner and of its CUDA attention backends that we override, call or read.
 
-`compat` has those of the V1 runner. An engine on V2 needs the V2 table, one on V1 that of V1, one on a GPU that of CUDA
-too.
+`hooks_v1` has those of the V1 runner. An engine needs the table of its runner, and one on a GPU that of CUDA too.
 """
 
 from __future__ import annotations
 
-from vllm_ext.compat import HOOKS, LAYER_HOOKS, Hook
+from vllm_ext.hooks import Hook
+from vllm_ext.hooks_v1 import HOOKS, LAYER_HOOKS
 
 _GPU = "vllm.v1.worker.gpu"
 _BATCH = f"{_GPU}.input_batch"

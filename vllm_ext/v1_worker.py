@@ -12,8 +12,9 @@ from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
 from vllm_ext import (
-    compat,
     config,
+    hooks,
+    hooks_v1,
     kv_cache,
     leaving,
     linear_layers,
@@ -47,7 +48,7 @@ class KVWorker(PlatformWorker):  # type: ignore[misc]  # vLLM is untyped to us
     def init_device(self) -> None:
         """Refuse a vLLM that has moved before any model is loaded."""
         leaving.watch()
-        compat.check_hooks()
+        hooks.check_hooks(hooks_v1.HOOKS)
         if kv_cache.from_config(self.vllm_config) is not None:
             from vllm_ext import v1_kv_cache
 
@@ -158,7 +159,7 @@ class Worker(RulesWorker):
     def init_device(self) -> None:
         """Refuse a vLLM that has moved before any model is loaded, then install the runner."""
         leaving.watch()
-        compat.check_hooks()
+        hooks.check_hooks(hooks_v1.HOOKS)
         v1_attention.register()
         model_config = self.vllm_config.model_config
         # vLLM refuses them next to speculation, as its rejection sampler applies none; ours applies all.

@@ -8,7 +8,7 @@ from typing import Any
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
-from vllm_ext import compat, leaving, rule_faults, rules, seams, v2_attention, v2_runner
+from vllm_ext import hooks, leaving, rule_faults, rules, seams, v2_attention, v2_runner
 from vllm_ext.startup_log import Started
 from vllm_ext.v2_rules import RuleProcessor
 from vllm_ext.v2_speculator import TreeSpeculator
@@ -40,7 +40,7 @@ class Worker(RulesWorker):
     def init_device(self) -> None:
         """Refuse a vLLM that has moved before any model is loaded, then install the runner."""
         leaving.watch()
-        compat.check_hooks(seams.V2_HOOKS)
+        hooks.check_hooks(seams.V2_HOOKS)
         v2_attention.register()
         super().init_device()
         v2_runner.install(self.model_runner)

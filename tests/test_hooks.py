@@ -5,38 +5,38 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from vllm_ext import compat
+from vllm_ext import hooks, hooks_v1
 
 
 @pytest.mark.parametrize("version", ["0.32", "0.32.0", "0.32.0+cpu", "0.33.1rc2", "0.33.9.dev3+g123"])
 def test_supported_versions(version: str) -> None:
-    assert compat.version_problem(version) is None
+    assert hooks.version_problem(version) is None
 
 
 @pytest.mark.parametrize("version", ["0.31.9", "0.34.0", "1.0", "dev", ""])
 def test_unsupported_versions_name_the_range_and_the_way_out(version: str) -> None:
-    problem = compat.version_problem(version)
+    problem = hooks.version_problem(version)
     assert problem is not None
     assert ">=0.32,<0.34" in problem
     assert "Install" in problem
 
 
 def test_this_vllm_has_every_hook() -> None:
-    assert compat.hook_problems() == []
+    assert hooks.hook_problems(hooks_v1.HOOKS) == []
 
 
 @pytest.mark.parametrize(
     ("hook", "says"),
     [
-        (compat.Hook("vllm.nowhere", "x", None, ""), "missing"),
-        (compat.Hook("vllm.engine.arg_utils", "EngineArgs.nothing", None, ""), "missing"),
+        (hooks.Hook("vllm.nowhere", "x", None, ""), "missing"),
+        (hooks.Hook("vllm.engine.arg_utils", "EngineArgs.nothing", None, ""), "missing"),
         (
-            compat.Hook("vllm.engine.arg_utils", "EngineArgs.create_engine_config", ("self", "x"), ""),
+            hooks.Hook("vllm.engine.arg_utils", "EngineArgs.create_engine_config", ("self", "x"), ""),
             "signature",
         ),
     ],
 )
-def test_a_moved_symbol_is_found(hook: compat.Hook, says: str) -> None:
+def test_a_moved_symbol_is_found(hook: hooks.Hook, says: str) -> None:
     problem = hook.problem()
     assert problem is not None
     assert says in problem
@@ -50,7 +50,7 @@ def test_the_limits_are_vllms_own() -> None:
     assert MAX_SPECULATIVE_TOKENS == MAX_SPEC_LEN
 
 
-def test_check_hooks_raises_with_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compat, "HOOKS", (compat.Hook("vllm.nowhere", "x", None, ""),))
+def test_check_hooks_raises_with_the_way_out() -> None:
+    moved = (hooks.Hook("vllm.nowhere", "x", None, ""),)
     with pytest.raises(RuntimeError, match=r"vllm\.nowhere\.x: missing.*Install vllm"):
-        compat.check_hooks()
+        hooks.check_hooks(moved)

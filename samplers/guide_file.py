@@ -21,7 +21,7 @@ class Header(BaseModel):
     rule: str  # in the registry
     created: str  # UTC, ISO 8601
     model: str  # the name it was given by; for people
-    fingerprint: str  # of its weights: vllm_ext.exit_heads.fingerprint
+    fingerprint: str  # of its weights: vllm_ext.engine.models.exit_heads.fingerprint
     made_of: int  # positions that were looked at
 
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from vllm_ext import demo_model
+from vllm_ext.demo import embedded_model
 
 QUESTION = "What is the capital of France? Answer in a few words."
 ANSWERS = ("Paris.", "The capital is Rome.", "I am sure that it is Lyon.")
@@ -36,8 +36,8 @@ def own_law(llm: Any, prompt: list[int]) -> dict[str, float]:
     """The model's probability of each answer, however it is spelled; spellings below `LEAST` are left out."""
     from vllm import SamplingParams
 
+    from vllm_ext.data.model_tokenizer import ModelVocabulary
     from vllm_ext.samplers.grammar import Grammars
-    from vllm_ext.vocabulary import ModelVocabulary
 
     tokenizer = llm.get_tokenizer()
     end = tokenizer.eos_token_id
@@ -82,7 +82,7 @@ def main() -> None:
     from vllm.sampling_params import StructuredOutputsParams
 
     llm = LLM(
-        str(demo_model.ensure_model()),
+        str(embedded_model.ensure_model()),
         speculative_config={"method": "token_recycling"},
         additional_config={"vllm_ext": {"rules": {"asap": {}}}},
         dtype="float32",

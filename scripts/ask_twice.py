@@ -39,7 +39,7 @@ def main() -> None:
 
     from vllm import LLM, SamplingParams
 
-    from vllm_ext.bench_prompts import load_prompts
+    from vllm_ext.data.prompts import load_prompts
 
     chats = [prompt.messages for prompt in load_prompts(arguments.prompts)]
     llm = LLM(

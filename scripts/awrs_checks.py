@@ -21,12 +21,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from vllm_ext import demo_model
+from vllm_ext.data.model_tokenizer import ModelVocabulary
+from vllm_ext.demo import embedded_model
 from vllm_ext.kernels.chance import RandomChance
 from vllm_ext.samplers import awrs
 from vllm_ext.samplers.base import allows
 from vllm_ext.samplers.grammar import Grammars
-from vllm_ext.vocabulary import ModelVocabulary
 
 
 def answer(
@@ -85,7 +85,7 @@ def main() -> None:
     from vllm.sampling_params import StructuredOutputsParams
     from vllm.v1.structured_output.backend_xgrammar import validate_xgrammar_grammar
 
-    folder = str(demo_model.ensure_model())
+    folder = str(embedded_model.ensure_model())
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     vocabulary = ModelVocabulary(folder, None, "auto", False, model.config.vocab_size)

@@ -8,10 +8,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from vllm_ext.allowed import nearest
 from vllm_ext.codecs.registry import CODECS, load_codec
+from vllm_ext.config.allowed import nearest
+from vllm_ext.config.rules import ENGINE_KEYS
 from vllm_ext.proposers.registry import METHODS, load_method
-from vllm_ext.rules import ENGINE_KEYS
 from vllm_ext.samplers.registry import RULES, load_rule
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz_"

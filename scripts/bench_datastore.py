@@ -27,7 +27,7 @@ from pathlib import Path
 
 import numpy as np
 
-from vllm_ext import vocabulary
+from vllm_ext.data import model_tokenizer
 from vllm_ext.proposers import datastore
 from vllm_ext.proposers.base import Request, Sampling, VerifiedRows
 from vllm_ext.proposers.datastore import Datastore
@@ -42,7 +42,7 @@ def command(*arguments: object) -> tuple[float, int]:
     """Run ``vllm-ext datastore``; its seconds and its peak memory in bytes."""
     script = """
 import atexit, pathlib, sys
-from vllm_ext.cli import main
+from vllm_ext.cli.main import main
 atexit.register(lambda: print(pathlib.Path("/proc/self/status").read_text(), file=sys.stderr))
 main()
 """
@@ -121,7 +121,7 @@ def main() -> None:
     files = sorted(path for path in args.inputs.rglob("*.py") if path.is_file() and path.stat().st_size)
     random.Random(0).shuffle(files)
     held_out, files = files[: len(files) // 10], files[len(files) // 10 :]
-    tokenizer = vocabulary.load_tokenizer(args.tokenizer)
+    tokenizer = model_tokenizer.load_tokenizer(args.tokenizer)
 
     def encode(paths: list[Path]) -> list[Int32]:
         texts = [path.read_text(errors="replace") for path in paths]

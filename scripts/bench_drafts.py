@@ -25,10 +25,11 @@ import numpy as np
 os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # a function is sent to the worker
 os.environ.setdefault("VLLM_PLUGINS", "vllm_ext")
 
-from vllm_ext import bench, demo_model
-from vllm_ext.bench_engine import EncodedPrompt, Engine
-from vllm_ext.bench_settings import Method, Settings
-from vllm_ext.bench_stats import Answer
+from vllm_ext.bench import side_by_side
+from vllm_ext.bench.engine import EncodedPrompt, Engine
+from vllm_ext.bench.settings import Method, Settings
+from vllm_ext.bench.stats import Answer
+from vllm_ext.demo import embedded_model
 
 # By nodes: the shapes of `static_tree`, as many nodes as there may be, and of `rsd_c`, the first three and the chain;
 # the drafts of `spectr`; the widths of `rsd_s`.
@@ -143,15 +144,15 @@ def main() -> None:
             f"--nodes={arguments.nodes}: no shapes for {unknown}; {', '.join(map(str, SHAPES))} have some"
         )
     settings = Settings(
-        model=arguments.model or str(demo_model.ensure_model()),
+        model=arguments.model or str(embedded_model.ensure_model()),
         prompt_files=tuple(arguments.prompts),
         methods=(),
         max_tokens=arguments.max_tokens,
         dtype=arguments.dtype,
         kv_cache_memory_bytes=1 << 29,
     )
-    bench.set_environment(verbose=False)
-    prompts = bench.encode_prompts(settings, [])
+    side_by_side.set_environment(verbose=False)
+    prompts = side_by_side.encode_prompts(settings, [])
     rows: list[Row] = []
     common = {"model": arguments.draft, "budget": "fixed"}
     print("| nodes | temperature | method | tokens/step (95 %) | drafts/step |")

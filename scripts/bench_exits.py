@@ -29,9 +29,10 @@ from typing import Any
 os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # a function is sent to the worker
 os.environ.setdefault("VLLM_PLUGINS", "vllm_ext")
 
-from vllm_ext import bench, demo_model
-from vllm_ext.bench_engine import EncodedPrompt, Engine
-from vllm_ext.bench_settings import Method, Settings
+from vllm_ext.bench import side_by_side
+from vllm_ext.bench.engine import EncodedPrompt, Engine
+from vllm_ext.bench.settings import Method, Settings
+from vllm_ext.demo import embedded_model
 
 UNCHANGED = 8  # layers, with --identity
 
@@ -150,7 +151,7 @@ def main() -> None:
     arguments = parser.parse_args()
     exits, lengths = ([int(n) for n in given.split(",")] for given in (arguments.exits, arguments.lengths))
     with tempfile.TemporaryDirectory() as folder:
-        model = arguments.model or Path(demo_model.ensure_model())
+        model = arguments.model or Path(embedded_model.ensure_model())
         if arguments.identity is not None:
             model = near_identity(model, arguments.identity, arguments.keep or Path(folder))
         settings = Settings(
@@ -161,8 +162,8 @@ def main() -> None:
             dtype=arguments.dtype,
             kv_cache_memory_bytes=1 << 28,
         )
-        bench.set_environment(verbose=False)
-        prompts = bench.encode_prompts(settings, [])
+        side_by_side.set_environment(verbose=False)
+        prompts = side_by_side.encode_prompts(settings, [])
         options = {"budget": "fixed", "exits": exits, "num_speculative_tokens": max(lengths)}
         if arguments.heads:
             options["heads"] = arguments.heads

@@ -62,7 +62,7 @@ def tree_attention_table(rounds: int) -> None:
     from vllm.platforms import current_platform
     from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
-    from vllm_ext.v1_attention_cpu import LAYOUTS
+    from vllm_ext.engine.attention.cpu import LAYOUTS
 
     current_platform.import_kernels()
     torch.cpu._init_amx()  # asks the system for it, where there is AMX

@@ -21,7 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vllm_ext import demo_model, structured_outputs
+from vllm_ext.config import structured_outputs
+from vllm_ext.demo import embedded_model
 from vllm_ext.samplers.strict_schema import first_problem
 
 SHOWN = 1200  # characters of a schema that the prompt has
@@ -175,7 +176,7 @@ def main() -> None:
     parser.add_argument("--backend", default="xgrammar")
     parser.add_argument("--strict", action="store_true", help="refuse schemas that are enforced only in part")
     arguments = parser.parse_args()
-    model = str(demo_model.ensure_model())
+    model = str(embedded_model.ensure_model())
     taken: Counter[str] = Counter()
     entries = []
     for line in arguments.schemas.read_text().splitlines():

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import numpy as np
 
+from vllm_ext.engine.state.state_file import Identity, StateFile
 from vllm_ext.kernels.suffix_index import SEPARATOR, append
 from vllm_ext.proposers.hybrid import Hybrid
 from vllm_ext.proposers.suffix_tree import SuffixDecoding
 from vllm_ext.proposers.token_recycling import TokenRecycling
-from vllm_ext.state import Identity, StateFile
 
 VOCAB = 49152
 TOKENS_PER_ANSWER = 200

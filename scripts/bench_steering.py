@@ -19,8 +19,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from vllm_ext import demo_model
-from vllm_ext.bench_prompts import load_prompts
+from vllm_ext.data.prompts import load_prompts
+from vllm_ext.demo import embedded_model
 
 RULES: dict[str, dict[str, Any]] = {
     "contrastive": {},
@@ -154,7 +154,7 @@ def main() -> None:
         for name, options in arguments.rules.items()
     }
     llm = LLM(
-        str(demo_model.ensure_model()),
+        str(embedded_model.ensure_model()),
         dtype=arguments.dtype,
         max_model_len=2048,
         max_num_seqs=32,

@@ -103,10 +103,10 @@ def decode_step(batch_size: int) -> float:
     """Seconds of a step of plain vLLM: the median of what 64 tokens take longer than 16, a step less."""
     from vllm import LLM, SamplingParams
 
-    from vllm_ext import demo_model
+    from vllm_ext.demo import embedded_model
 
     llm = LLM(
-        str(demo_model.ensure_model()),
+        str(embedded_model.ensure_model()),
         max_model_len=256,
         max_num_seqs=batch_size,
         kv_cache_memory_bytes=1 << 29,

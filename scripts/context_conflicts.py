@@ -15,7 +15,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from vllm_ext import demo_model
+from vllm_ext.demo import embedded_model
 
 CAPITALS = (
     "France Paris, Germany Berlin, Italy Rome, Spain Madrid, Portugal Lisbon, Greece Athens, Austria Vienna, Poland "
@@ -39,7 +39,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16")
     arguments = parser.parse_args()
     llm = LLM(
-        str(demo_model.ensure_model()),
+        str(embedded_model.ensure_model()),
         dtype=arguments.dtype,
         max_model_len=512,
         additional_config={"vllm_ext": {"rules": {"cad": {}}}},

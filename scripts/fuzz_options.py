@@ -29,8 +29,8 @@ from typing import Any
 
 from bad_options import Bad, configs, requests, rules_of
 
-from vllm_ext import demo_model
-from vllm_ext.trie_build import build
+from vllm_ext.data.trie_build import build
+from vllm_ext.demo import embedded_model
 
 MOST_CHARACTERS = 8_000  # of a message
 PROMPT = [504, 253, 504]
@@ -163,7 +163,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--share", type=int, default=100, help="how many of the requests go there too")
     parser.add_argument("--serve", action="store_true", help="run that server")
     options = parser.parse_args(arguments)
-    model = str(demo_model.ensure_model())
+    model = str(embedded_model.ensure_model())
     with tempfile.TemporaryDirectory() as name:
         rules = prepare(Path(name), model)
         if options.serve:

@@ -27,8 +27,9 @@ from torch import Tensor
 from transformers import AttentionInterface, AutoModelForCausalLM, AutoTokenizer
 from transformers.masking_utils import AttentionMaskInterface
 
-from vllm_ext import demo_model, kv_cache
 from vllm_ext.codecs.base import KVCodec
+from vllm_ext.config import kv_cache
+from vllm_ext.demo import embedded_model
 
 NAME, ROWS = "vllm_ext_held", 256  # of plain attention at once
 
@@ -146,7 +147,7 @@ class Held:
 
 def measure(arguments: argparse.Namespace) -> Iterator[list[dict[str, Any]]]:
     """A row for each method: the same list after each window."""
-    model = arguments.model or str(demo_model.ensure_model())
+    model = arguments.model or str(embedded_model.ensure_model())
     reader = Reader(model)
     tokens = AutoTokenizer.from_pretrained(model).encode(arguments.text.read_text(encoding="utf-8"))
     context = arguments.context

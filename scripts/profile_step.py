@@ -43,7 +43,7 @@ def start_clocks(worker: Any) -> None:
 
         setattr(owner, name, timed)
 
-    from vllm_ext.v1_trees import StepTrees
+    from vllm_ext.engine.tree_layout import StepTrees
 
     inner = StepTrees.from_step
 

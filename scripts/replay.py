@@ -54,7 +54,7 @@ def record(model: str, prompts: list[Path], path: Path, max_tokens: int, dtype: 
     """Ask, and write the file."""
     from vllm import LLM, SamplingParams
 
-    from vllm_ext.bench_prompts import load_prompts
+    from vllm_ext.data.prompts import load_prompts
 
     loaded = load_prompts(prompts)
     llm = LLM(model, dtype=dtype, max_model_len=2048, max_num_seqs=16, enforce_eager=True)
@@ -242,7 +242,7 @@ def run(
     shared: str | None,
 ) -> None:
     """Replay each method and print its figures."""
-    from vllm_ext.bench_settings import PLAIN, parse_methods
+    from vllm_ext.bench.settings import PLAIN, parse_methods
     from vllm_ext.proposers import registry
 
     for method in parse_methods(methods):

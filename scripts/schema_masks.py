@@ -18,8 +18,8 @@ from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any
 
-from vllm_ext import demo_model
-from vllm_ext.grammars import Grammar
+from vllm_ext.demo import embedded_model
+from vllm_ext.engine.grammar import Grammar
 from vllm_ext.samplers.strict_schema import first_problem
 
 COLUMNS = ("schemas", "refused", "by strict", "valid", "valid, taken", "invalid", "invalid, taken")
@@ -66,7 +66,7 @@ def main() -> None:
     from vllm.v1.structured_output.backend_types import StructuredOutputOptions
     from vllm.v1.structured_output.backend_xgrammar import XgrammarBackend, validate_xgrammar_grammar
 
-    config = EngineArgs(model=str(demo_model.ensure_model()), max_model_len=2048).create_engine_config()
+    config = EngineArgs(model=str(embedded_model.ensure_model()), max_model_len=2048).create_engine_config()
     tokenizer = cached_tokenizer_from_config(config.model_config)
     backend = XgrammarBackend(config, tokenizer=tokenizer, vocab_size=config.model_config.get_vocab_size())
     bitmask = backend.allocate_token_bitmask(1)

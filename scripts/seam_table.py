@@ -14,8 +14,8 @@ import sys
 from itertools import groupby
 from pathlib import Path
 
-from vllm_ext.seam_files import Files
-from vllm_ext.seams import TABLES
+from vllm_ext.compat.hooks_v2 import TABLES
+from vllm_ext.compat.source_scan import Files
 
 
 def main() -> int:

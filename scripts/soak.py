@@ -30,9 +30,9 @@ import aiohttp
 import psutil  # type: ignore[import-untyped]
 from soak_traffic import Ask, draw
 
-from vllm_ext.demo_model import ensure_model
-from vllm_ext.local_server import LocalServer, wait_until_ready
-from vllm_ext.trie_build import build
+from vllm_ext.bench.local_server import LocalServer, wait_until_ready
+from vllm_ext.data.trie_build import build
+from vllm_ext.demo.embedded_model import ensure_model
 
 NAME = "soak"
 SAMPLE_S = 10.0

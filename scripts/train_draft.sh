@@ -12,7 +12,7 @@ import json
 import sys
 from pathlib import Path
 
-from vllm_ext.bench_prompts import load_prompts
+from vllm_ext.data.prompts import load_prompts
 
 data, file = Path(sys.argv[1]), Path(sys.argv[2])
 asked = {prompt.source for prompt in load_prompts([data / "spec_bench.jsonl:10", data / "human_eval.jsonl:20"])}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's attention layers and groups of them, as far as `vllm_ext.tree_layers` looks: real classes, no weights."""
+"""vLLM's attention layers and groups of them, as far as `engine.tree_layers` looks: real classes, no weights."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-from vllm_ext.v1_attention_triton import TreeTritonAttentionBackend
+from vllm_ext.engine.attention.triton import TreeTritonAttentionBackend
 
 SPEC = FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=64, dtype=torch.float32)
 SUPPORTED: dict[str, Any] = {

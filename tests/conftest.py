@@ -96,9 +96,9 @@ def drafts_by_model(tested_method: dict[str, Any]) -> bool:
 @pytest.fixture(scope="session")
 def model_dir() -> str:
     """The embedded model, unpacked for real when the cache does not hold it."""
-    from vllm_ext import demo_model
+    from vllm_ext.demo import embedded_model
 
-    return str(demo_model.ensure_model())
+    return str(embedded_model.ensure_model())
 
 
 @pytest.fixture(scope="session")
@@ -183,10 +183,10 @@ def v2_dir(model_dir: str, tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(scope="session")
 def v2_plain(v2_dir: str) -> Any:
     """vLLM's V2 runner without speculation: the reference of its tests."""
-    from vllm_ext import v2_attention
+    from vllm_ext.engine.attention import v2_backends
 
     # For both engines of this process, and before vLLM has looked for one: without trees it is vLLM's own.
-    v2_attention.register()
+    v2_backends.register()
     return v2_engine(v2_dir)
 
 

@@ -13,12 +13,13 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from vllm_ext import adadec_learn, bench
-from vllm_ext.adadec_learn import HELD_OUT, Read, learn_from
-from vllm_ext.adadec_texts import Text, read_texts
-from vllm_ext.cli import app
-from vllm_ext.datastore_input import InputError
+from vllm_ext.bench import side_by_side
+from vllm_ext.cli.main import app
+from vllm_ext.data.documents import InputError
 from vllm_ext.samplers.adadec import AdadecOptions
+from vllm_ext.training import adadec
+from vllm_ext.training.adadec import HELD_OUT, Read, learn_from
+from vllm_ext.training.adadec_texts import Text, read_texts
 
 COLUMNS = 80
 
@@ -123,7 +124,7 @@ def test_what_is_no_text_is_left_out(tmp_path: Path) -> None:
 @pytest.fixture(autouse=True)
 def environment(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the command sets for its own process stays out of the tests'."""
-    monkeypatch.setattr(bench, "set_environment", lambda verbose: None)
+    monkeypatch.setattr(side_by_side, "set_environment", lambda verbose: None)
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
     monkeypatch.setenv("VLLM_LOGGING_STREAM", "ext://sys.stderr")
 
@@ -178,7 +179,7 @@ def test_arguments_are_refused_before_an_engine_starts(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a.py").write_text("a = 1\n" * 50)
-    monkeypatch.setattr(adadec_learn, "read", lambda *_: pytest.fail("an engine would start"))
+    monkeypatch.setattr(adadec, "read", lambda *_: pytest.fail("an engine would start"))
     done = learn("--model", slice_dir, *arguments)
     assert done.exit_code == 2, done.output
     assert says in done.output
@@ -224,7 +225,7 @@ def answered(slice_dir: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     (tmp_path / "a.py").write_text("a = 1\n" * 500)
 
     def run(made: list[Read], *arguments: str) -> Any:
-        monkeypatch.setattr(adadec_learn, "read", lambda *_: made)
+        monkeypatch.setattr(adadec, "read", lambda *_: made)
         return learn(tmp_path / "a.py", "--model", slice_dir, *arguments)
 
     return run

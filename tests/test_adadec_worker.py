@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from vllm_ext.adadec_worker import ASKED, ROWS, EntropyReader
 from vllm_ext.samplers.adadec import entropy_of
+from vllm_ext.training.adadec_worker import ASKED, ROWS, EntropyReader
 
 HIDDEN, VOCABULARY = 8, 50
 HEAD = torch.randn(HIDDEN, VOCABULARY, generator=torch.Generator().manual_seed(1))

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from vllm_ext import bench_cli
-from vllm_ext.bench import Report
-from vllm_ext.bench_page import html
-from vllm_ext.bench_settings import Method, Settings
-from vllm_ext.bench_stats import Answer, Divergence, Round, summarise
-from vllm_ext.cli import app
+from vllm_ext.bench.settings import Method, Settings
+from vllm_ext.bench.side_by_side import Report
+from vllm_ext.bench.stats import Answer, Divergence, Round, summarise
+from vllm_ext.cli import bench as bench_cli
+from vllm_ext.cli.main import app
+from vllm_ext.report.bench_page import html
 
 # Two runs of one comparison, as an older version wrote them.
 BATCH_1, BATCH_4 = (Path(__file__).parent / "data" / f"bench-batch-{size}.json" for size in (1, 4))
@@ -47,10 +47,10 @@ def bench(monkeypatch: pytest.MonkeyPatch, *arguments: object, wrong: tuple[str,
 
 def without_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in sys.modules if name.startswith(("matplotlib", "vllm_ext.bench_"))]:
-        if name not in ("vllm_ext.bench_cli", "vllm_ext.bench_settings", "vllm_ext.bench_engine"):
+        if name not in ("vllm_ext.cli.bench", "vllm_ext.bench.settings", "vllm_ext.bench.engine"):
             monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    monkeypatch.delattr("vllm_ext.bench_page", raising=False)
+    monkeypatch.delattr("vllm_ext.report.bench_page", raising=False)
 
 
 @pytest.mark.parametrize(("wrong", "code"), [((), 0), (("prompt 0: another",), 1)])

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from vllm_ext.bench_prompts import evenly_spaced, load_prompts, rounds_of, turns_of
+from vllm_ext.data.prompts import evenly_spaced, load_prompts, rounds_of, turns_of
 
 
 def test_prompts_of_every_kind(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from vllm_ext.bench_page import html
+from vllm_ext.report.bench_page import html
 
 BENCHMARKS = Path(__file__).parents[1] / "docs" / "benchmarks"
 VOID = {"meta", "wbr", "br"}

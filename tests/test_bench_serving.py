@@ -16,10 +16,10 @@ import pytest
 pytest.importorskip("vllm")
 from aiohttp import web
 
-from vllm_ext.bench_engine import EncodedPrompt
-from vllm_ext.bench_load import Load, Reply, Target, Turn, drive
-from vllm_ext.bench_serving import deal, of_length, parse_limits, parse_loads, parse_urls
-from vllm_ext.bench_serving_stats import percentile, summarise
+from vllm_ext.bench.engine import EncodedPrompt
+from vllm_ext.bench.load import Load, Reply, Target, Turn, drive
+from vllm_ext.bench.serving import deal, of_length, parse_limits, parse_loads, parse_urls
+from vllm_ext.bench.serving_stats import percentile, summarise
 
 NOTHING_COUNTED = {"drafts": 0.0, "draft_tokens": 0.0, "accepted_tokens": 0.0, "engine_steps": 10.0}
 

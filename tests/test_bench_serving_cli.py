@@ -12,10 +12,10 @@ from test_bench_report import HOSTILE, Page
 from typer.testing import CliRunner
 
 pytest.importorskip("vllm")
-from vllm_ext.bench_load import Load, Reply, Turn
-from vllm_ext.bench_page import html
-from vllm_ext.bench_serving_stats import summarise
-from vllm_ext.cli import app
+from vllm_ext.bench.load import Load, Reply, Turn
+from vllm_ext.bench.serving_stats import summarise
+from vllm_ext.cli.main import app
+from vllm_ext.report.bench_page import html
 
 MODEL_AND_PROMPTS = ["--model", "M", "--prompts", "p.jsonl"]
 

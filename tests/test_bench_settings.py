@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from vllm_ext.bench_settings import parse_batch_sizes, parse_methods, short_labels
+from vllm_ext.bench.settings import parse_batch_sizes, parse_methods, short_labels
 
 
 def test_plain_is_added_first_and_has_no_config() -> None:

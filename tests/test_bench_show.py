@@ -11,10 +11,11 @@ import pytest
 from rich.console import Console
 from test_bench_cli import invoke, measured
 
-from vllm_ext import bench, bench_cli
-from vllm_ext.bench_doubts import doubts
-from vllm_ext.bench_saved import Run
-from vllm_ext.bench_show import progress, show
+from vllm_ext.bench import side_by_side
+from vllm_ext.bench.doubts import doubts
+from vllm_ext.cli import bench
+from vllm_ext.report.saved_runs import Run
+from vllm_ext.report.terminal import progress, show
 
 LONG = "token_recycling(matrix_width=8, context_tokens=4, num_speculative_tokens=16, budget=goodput)"
 OTHER = "token_recycling(matrix_width=2, context_tokens=4, num_speculative_tokens=16, budget=goodput)"
@@ -96,7 +97,7 @@ def test_without_a_terminal_there_is_a_line_for_each_round() -> None:
 
 
 def test_it_ends_with_what_was_written_where(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(bench_cli, "run", lambda settings, begin: measured([]))
+    monkeypatch.setattr(bench, "run", lambda settings, begin: measured([]))
     options = (
         "--model",
         "M",
@@ -139,7 +140,7 @@ def test_arguments_are_refused_before_an_engine_starts(
     pytest.importorskip("vllm")
     monkeypatch.chdir(tmp_path)
     started = []
-    monkeypatch.setattr(bench, "Engine", lambda *args: started.append(args))
+    monkeypatch.setattr(side_by_side, "Engine", lambda *args: started.append(args))
     usual = ("--model", slice_dir, "--prompts", PROMPTS, "--max-model-len", 256, "--max-tokens", 8)
     result = invoke("bench", *usual, *options)
     assert result.exit_code == 2, result.output

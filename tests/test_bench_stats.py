@@ -8,8 +8,8 @@ from math import inf
 
 import pytest
 
-from vllm_ext.bench_settings import Method
-from vllm_ext.bench_stats import Answer, Divergence, Round, first_difference, summarise, union_s
+from vllm_ext.bench.settings import Method
+from vllm_ext.bench.stats import Answer, Divergence, Round, first_difference, summarise, union_s
 
 
 def test_union() -> None:

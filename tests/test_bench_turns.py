@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from vllm_ext import bench
-from vllm_ext.bench_engine import EncodedPrompt
-from vllm_ext.bench_settings import Method, Settings
+from vllm_ext.bench import side_by_side
+from vllm_ext.bench.engine import EncodedPrompt
+from vllm_ext.bench.settings import Method, Settings
 
 
 class FakeEngine:
@@ -37,17 +37,17 @@ class FakeEngine:
 def test_methods_take_turns_within_a_round(monkeypatch: pytest.MonkeyPatch) -> None:
     log: list[tuple[str, str, list[int]]] = []
     monkeypatch.setattr(FakeEngine, "log", log, raising=False)
-    monkeypatch.setattr(bench, "Engine", FakeEngine)
-    monkeypatch.setattr(bench, "check_engines", lambda settings: None)
-    monkeypatch.setattr(bench, "settle", lambda: True)
-    monkeypatch.setattr(bench, "_compare", lambda *_, **__: None)
-    monkeypatch.setattr(bench, "set_environment", lambda verbose: None)
+    monkeypatch.setattr(side_by_side, "Engine", FakeEngine)
+    monkeypatch.setattr(side_by_side, "check_engines", lambda settings: None)
+    monkeypatch.setattr(side_by_side, "settle", lambda: True)
+    monkeypatch.setattr(side_by_side, "_compare", lambda *_, **__: None)
+    monkeypatch.setattr(side_by_side, "set_environment", lambda verbose: None)
     prompts = [EncodedPrompt("", "", [1])] * 16
-    monkeypatch.setattr(bench, "encode_prompts", lambda settings, notices: prompts)
+    monkeypatch.setattr(side_by_side, "encode_prompts", lambda settings, notices: prompts)
     methods = tuple(Method(name, {}, name) for name in ("plain", "a", "b"))
     settings = Settings("model", (Path("prompts"),), methods, batch_sizes=(1,), rounds=2)
     units: list[tuple[int, int]] = []
-    report: Any = bench.run(settings, lambda what, done, total: units.append((done, total)))
+    report: Any = side_by_side.run(settings, lambda what, done, total: units.append((done, total)))
     answers = [(name, members) for kind, name, members in log if kind == "answer"]
     even, odd = list(range(0, 16, 2)), list(range(1, 16, 2))
     parts = [even[:4], even[4:], odd[:4], odd[4:]]

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from vllm_ext.bench_worker import DraftTimer
+from vllm_ext.bench.draft_timer import DraftTimer
 
 
 class Runner:

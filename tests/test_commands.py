@@ -18,12 +18,13 @@ import typer
 from rich.console import Console
 from typer.testing import CliRunner
 
-from vllm_ext import doctor, doctor_cli
-from vllm_ext.cli import app
+from vllm_ext.cli import doctor
+from vllm_ext.cli.main import app
 from vllm_ext.codecs.registry import CODECS
-from vllm_ext.console import _clock, progress_on
-from vllm_ext.doctor import Check
+from vllm_ext.doctor import environment
+from vllm_ext.doctor.environment import Check
 from vllm_ext.proposers.registry import METHODS
+from vllm_ext.report.console import _clock, progress_on
 from vllm_ext.samplers.registry import RULES
 
 COLUMNS = 80
@@ -155,7 +156,7 @@ def test_exit_codes_are_alike(
 
 def test_without_a_terminal_progress_is_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
-    monkeypatch.setattr("vllm_ext.console.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("vllm_ext.report.console.time.monotonic", lambda: now[0])
     seen = io.StringIO()
     with progress_on(Console(file=seen, width=80)) as report:
         for done in range(101):
@@ -208,7 +209,7 @@ def test_the_doctor_names_a_few_of_many_failures(monkeypatch: pytest.MonkeyPatch
     short = invoke("doctor")
     assert short.exit_code == 1
     assert short.output.startswith("methods cannot run here: 30 failed, first seam V1\n")
-    assert short.output.count("missing") == doctor_cli.SHOWN
+    assert short.output.count("missing") == doctor.SHOWN
     assert "27 more: vllm-ext doctor --verbose" in short.output
     assert invoke("doctor", "--verbose").output.count("missing") == 30
     assert json.loads(invoke("doctor", "--json").output)["ok"] is False
@@ -218,8 +219,8 @@ def test_a_check_that_raises_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> No
     def broken() -> Any:
         raise OSError("libcuda.so.1: cannot open shared object file")
 
-    monkeypatch.setattr(doctor, "_kernels", broken)
-    found = {check.what: check for check in doctor.checks()}
+    monkeypatch.setattr(environment, "_kernels", broken)
+    found = {check.what: check for check in environment.checks()}
     assert found["kernels"].status == "fail"
     assert "libcuda.so.1" in found["kernels"].found
     assert "demo model" in found  # the checks behind it are made
@@ -236,7 +237,7 @@ class Blocker:
 sys.meta_path.insert(0, Blocker())
 sys.argv = ["vllm-ext", *{arguments!r}]
 {before}
-from vllm_ext.entry import main
+from vllm_ext.cli.entry import main
 main()
 """
 

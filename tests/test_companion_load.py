@@ -17,7 +17,8 @@ pytest.importorskip("vllm")
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.layers.linear import LinearBase
 
-from vllm_ext import companion_load, plugin
+from vllm_ext import plugin
+from vllm_ext.engine.models import second_model
 from vllm_ext.proposers.draft_model import DraftModelOptions
 
 
@@ -36,7 +37,7 @@ def test_a_slice_of_the_target(model_dir: str) -> None:
     assert made.scheduler_config.scheduler_cls == plugin.SCHEDULER_CLASS
     for layers, expected in ((None, 7), (3, 3), (30, 30)):
         options = DraftModelOptions(model="self", self_layers=layers)
-        draft = companion_load.second_model_config(made, options)
+        draft = second_model.second_model_config(made, options)
         assert draft.hf_config.num_hidden_layers == expected
         assert draft.model == made.model_config.model
         assert draft.dtype == made.model_config.dtype
@@ -61,7 +62,7 @@ def test_companions_of_rules_read_text_alone(slice_dir: str, tmp_path: Path) -> 
 def test_another_model(slice_dir: str, tmp_path: Path) -> None:
     draft = str(shutil.copytree(slice_dir, tmp_path / "draft"))
     made = config_for(slice_dir, {"model": draft})
-    assert companion_load.second_model_config(made, DraftModelOptions(model=draft)).model == draft
+    assert second_model.second_model_config(made, DraftModelOptions(model=draft)).model == draft
 
 
 @pytest.mark.parametrize(
@@ -93,12 +94,12 @@ def test_experts_with_data_parallelism(model_dir: str) -> None:
     made = config_for(model_dir, {"model": "self"})
     options = DraftModelOptions(model="self")
     made.parallel_config.data_parallel_size = 2
-    companion_load.check(made, options)
+    second_model.check(made, options)
     made.model_config.get_num_experts = lambda: 8
     with pytest.raises(
         ValueError, match=r"data_parallel_size=2: speculative_config.model works beside .* with 1 only"
     ):
-        companion_load.check(made, options)
+        second_model.check(made, options)
 
 
 def test_another_tokenizer_or_a_smaller_vocabulary(slice_dir: str, tmp_path: Path) -> None:
@@ -131,4 +132,4 @@ def test_bytes_of_weights_that_are_packed() -> None:
         if rows is not None:  # else quantised: no weight of that name
             layer.weight = torch.nn.Parameter(torch.empty(rows, 6, dtype=torch.bfloat16))
         model.append(layer)
-    assert companion_load.weight_bytes(model) == 2 * (60 + 48 + 48)
+    assert second_model.weight_bytes(model) == 2 * (60 + 48 + 48)

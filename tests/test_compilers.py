@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from vllm_ext import compilers
+from vllm_ext.compat import compilers
 
 
 @pytest.mark.parametrize(

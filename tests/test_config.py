@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from vllm_ext import config
+from vllm_ext.config import speculative
 from vllm_ext.proposers.registry import METHODS, load_method
 
 
 def test_defaults() -> None:
-    settings = config.parse({"method": "token_recycling"})
+    settings = speculative.parse({"method": "token_recycling"})
     assert settings.options.model_dump() == {
         "num_speculative_tokens": 16,
         "budget": "goodput",
@@ -30,11 +30,11 @@ def test_a_choice_lists_what_it_can_be() -> None:
     with pytest.raises(
         ValueError, match=r"budget='auto' is not allowed; allowed: 'goodput' or 'shared' or 'fixed'"
     ):
-        config.parse({"method": "token_recycling", "budget": "auto"})
+        speculative.parse({"method": "token_recycling", "budget": "auto"})
 
 
 def test_hyphens_as_in_vllm() -> None:
-    settings = config.parse({"method": "token_recycling", "num-speculative-tokens": 3})
+    settings = speculative.parse({"method": "token_recycling", "num-speculative-tokens": 3})
     assert settings.options.num_speculative_tokens == 3
 
 
@@ -77,7 +77,7 @@ def test_hyphens_as_in_vllm() -> None:
 )
 def test_bad_options_name_field_value_allowed_and_way_out(option: str, value: Any, says: str) -> None:
     with pytest.raises(ValueError, match="token_recycling") as caught:
-        config.parse({"method": "token_recycling", option: value})
+        speculative.parse({"method": "token_recycling", option: value})
     message = str(caught.value)
     assert says in message
     # Always: every option with its range, and what to do.
@@ -117,22 +117,22 @@ BRANCHING = "array, 1 to 32 long, each integer, 1 to 128"
 )
 def test_values_that_cannot_work_are_refused_by_name(given: dict[str, Any], says: str) -> None:
     with pytest.raises(ValueError, match=re.escape(says)) as caught:
-        config.parse({"model": "m", **given} if given["method"] in ("rsd_c", "static_tree") else given)
+        speculative.parse({"model": "m", **given} if given["method"] in ("rsd_c", "static_tree") else given)
     assert "Correct or remove" in str(caught.value) or "give one" in str(caught.value)
     assert len(str(caught.value)) < 2_500
 
 
 def test_a_home_that_nobody_knows_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    from vllm_ext import demo_model
+    from vllm_ext.demo import embedded_model
 
     monkeypatch.delenv("VLLM_EXT_CACHE", raising=False)
     monkeypatch.setattr("os.path.expanduser", lambda path: path)
     with pytest.raises(ValueError, match="set VLLM_EXT_CACHE to a folder"):
-        demo_model.cache_dir()
+        embedded_model.cache_dir()
     with pytest.raises(
         ValueError, match="state_dir='~/x': Could not determine home directory; write the path in full"
     ):
-        config.parse({"method": "stand", "state_dir": "~/x"})
+        speculative.parse({"method": "stand", "state_dir": "~/x"})
 
 
 def test_unknown_method_lists_the_known_and_the_nearest() -> None:
@@ -145,20 +145,20 @@ def test_unknown_method_lists_the_known_and_the_nearest() -> None:
 def test_unknown_method_lists_our_names_alone() -> None:
     pytest.importorskip("vllm")
     with pytest.raises(ValueError, match=r"'eagle33'\. Did you mean 'eagle3'\? Methods") as caught:
-        config.check_known({"method": "eagle33"})
+        speculative.check_known({"method": "eagle33"})
     assert str(caught.value).partition("Methods of vllm-ext: ")[2] == ", ".join(METHODS) + "."
     with pytest.raises(ValueError) as caught:
-        config.check_known({"method": "x" * 10_000})
+        speculative.check_known({"method": "x" * 10_000})
     assert len(str(caught.value)) < 600
 
 
 def test_settings_survive_the_trip_to_a_worker() -> None:
-    settings = config.parse({"method": "token_recycling", "matrix_width": 3})
+    settings = speculative.parse({"method": "token_recycling", "matrix_width": 3})
     vllm_config = SimpleNamespace(
         additional_config={"vllm_ext": {"speculation": settings.to_additional_config()}, "other": 1}
     )
-    assert config.from_vllm_config(vllm_config) == settings
-    assert config.from_vllm_config(SimpleNamespace(additional_config={"other": 1})) is None
+    assert speculative.from_vllm_config(vllm_config) == settings
+    assert speculative.from_vllm_config(SimpleNamespace(additional_config={"other": 1})) is None
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -166,6 +166,6 @@ def test_every_method_documents_its_options(method: str) -> None:
     proposer = load_method(method)
     assert proposer.summary
     assert proposer.paper
-    for name, _, allowed, meaning in config.option_rows(proposer.Options):
+    for name, _, allowed, meaning in speculative.option_rows(proposer.Options):
         assert allowed, name
         assert meaning, name

@@ -8,7 +8,8 @@ import platform
 import pytest
 import torch
 
-from vllm_ext import cpu, doctor
+from vllm_ext.compat import cpu
+from vllm_ext.doctor import environment
 
 
 @pytest.mark.parametrize(
@@ -25,5 +26,5 @@ def test_who_emulates(monkeypatch: pytest.MonkeyPatch, machine: str, capability:
     monkeypatch.setattr(platform, "machine", lambda: machine)
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
     assert cpu.emulates_bfloat16() == emulated
-    warned = [check for check in doctor.checks() if check.what == "bfloat16"]
+    warned = [check for check in environment.checks() if check.what == "bfloat16"]
     assert [(check.status, check.way_out) for check in warned] == [("warn", cpu.WAY_OUT)] * emulated

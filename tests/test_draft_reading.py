@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from vllm_ext.companion import Companion, packed
+from vllm_ext.engine.draft_model.separate import Companion, packed
 
 BLOCK = 4
 

@@ -22,9 +22,11 @@ pytest.importorskip("transformers")
 
 from typer.testing import CliRunner
 
-from vllm_ext import draft_data, draft_training, train_cli
-from vllm_ext.draft_data import Answer
-from vllm_ext.draft_training import (
+from vllm_ext.cli import train as train_cli
+from vllm_ext.data import answers as draft_data
+from vllm_ext.data.answers import Answer
+from vllm_ext.training import draft_model
+from vllm_ext.training.draft_model import (
     CHECKPOINT,
     Batches,
     Estimate,
@@ -105,7 +107,7 @@ def test_tokens_drawn_stand_for_all_others(target: Path, monkeypatch: pytest.Mon
         # All of the vocabulary fits: only its order differs.
         torch.testing.assert_close(few.gather(1, places), whole.gather(1, top_ids))
         torch.testing.assert_close(few.logsumexp(1), whole.logsumexp(1))
-        monkeypatch.setattr(draft_training, "OTHERS", 16)
+        monkeypatch.setattr(draft_model, "OTHERS", 16)
         draws = [candidates(model.lm_head.weight, hidden, top_ids, noise)[0] for _ in range(2000)]
     assert draws[0].shape == (3, 5 + 16)
     mean = torch.stack([logits.exp().sum(1) for logits in draws]).mean(0)
@@ -117,7 +119,7 @@ def test_training_learns_the_targets_distribution_and_goes_on(
 ) -> None:
     # Looked at twice a step: 250 steps, however fast the machine is.
     clock = itertools.count(0.0, 6.0 / 500)
-    monkeypatch.setattr(draft_training, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    monkeypatch.setattr(draft_model, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
     learnt, held_out = split(answers(200), 2, Recipe())
     assert len(held_out) == 10
     assert len(learnt) == 190

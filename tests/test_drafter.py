@@ -16,17 +16,17 @@ import torch
 
 pytest.importorskip("vllm")
 
-from vllm_ext import config
+from vllm_ext.config import speculative
+from vllm_ext.engine.paired_requests import OWNER
+from vllm_ext.engine.tree_layout import StepTrees
+from vllm_ext.engine.v1.drafter import Drafter
+from vllm_ext.engine.v1.paired_rows import Twins
 from vllm_ext.kernels.learned_arrays import Learned, check_array
 from vllm_ext.proposers.base import Proposer, Request, VerifiedRows
 from vllm_ext.proposers.budget import GoodputBudget
 from vllm_ext.proposers.token_recycling import TokenRecycling
 from vllm_ext.proposers.tree import DraftTree
 from vllm_ext.samplers.tree_walk import greedy_walk
-from vllm_ext.twins import OWNER
-from vllm_ext.v1_drafter import Drafter
-from vllm_ext.v1_trees import StepTrees
-from vllm_ext.v1_twins import Twins
 
 VOCAB = 50
 
@@ -81,7 +81,9 @@ class Recorder(Proposer):
 @pytest.fixture
 def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     recorder = Recorder()
-    monkeypatch.setattr(config.Settings, "proposer_class", SimpleNamespace(from_options=lambda *_: recorder))
+    monkeypatch.setattr(
+        speculative.Settings, "proposer_class", SimpleNamespace(from_options=lambda *_: recorder)
+    )
     return recorder
 
 
@@ -380,7 +382,7 @@ def test_a_fault_of_the_tap_costs_what_was_to_be_learnt(
     def fail(logits: torch.Tensor, k: int) -> torch.Tensor:
         raise ZeroDivisionError
 
-    monkeypatch.setattr("vllm_ext.v1_drafter.top_k_ids", fail)
+    monkeypatch.setattr("vllm_ext.engine.v1.drafter.top_k_ids", fail)
     runner = Runner({"a": ([1], [4], params())}, [[1]])
     assert step(drafter, runner, [0], [[4]]) == [[7, 8, 9]]
     assert recorder.rows == []
@@ -622,7 +624,7 @@ def test_all_ranks_take_over_what_rank_0_has_read(
     learn(drafter)
     drafter.close()
     group = Group()
-    monkeypatch.setattr("vllm_ext.v1_memory.get_tp_group", lambda: group)
+    monkeypatch.setattr("vllm_ext.engine.state.keeper.get_tp_group", lambda: group)
     loaded(state_dir=str(folder), world_size=2).close()
     assert group.sent["started"].tolist() == [1, 1]
     before = (folder / files(folder)[0]).stat()
@@ -637,10 +639,10 @@ def test_all_ranks_take_over_what_rank_0_has_read(
 
 @pytest.mark.parametrize("runner", [None, SimpleNamespace(), SimpleNamespace(drafter=None)])
 def test_a_worker_that_never_started_shuts_down(runner: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from vllm_ext import v1_worker
+    from vllm_ext.engine.v1 import worker as v1_worker
 
     ended = []
-    monkeypatch.setattr("vllm_ext.v1_worker.PlatformWorker.shutdown", lambda self: ended.append(self))
+    monkeypatch.setattr("vllm_ext.engine.v1.worker.PlatformWorker.shutdown", lambda self: ended.append(self))
     worker = object.__new__(v1_worker.Worker)
     if runner is not None:
         worker.model_runner = runner

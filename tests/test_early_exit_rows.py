@@ -11,8 +11,8 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from vllm_ext.early_exit import EarlyExit, _Settled
-from vllm_ext.v1_trees import StepTrees
+from vllm_ext.engine.draft_model.early_exit import EarlyExit, _Settled
+from vllm_ext.engine.tree_layout import StepTrees
 
 
 def early_exit() -> EarlyExit:

@@ -13,9 +13,9 @@ import torch
 
 pytest.importorskip("transformers")
 
-from vllm_ext import exit_heads
-from vllm_ext.draft_data import Answer
-from vllm_ext.exit_training import agreement, closed_form, distil, features
+from vllm_ext.data.answers import Answer
+from vllm_ext.engine.models import exit_heads
+from vllm_ext.training.early_exits import agreement, closed_form, distil, features
 
 VOCAB, TOP_K, HIDDEN, LAYERS = 64, 8, 32, 3
 

@@ -16,8 +16,9 @@ from vllm import SamplingParams
 from vllm.engine.arg_utils import EngineArgs
 from vllm.sampling_params import StructuredOutputsParams
 
-from vllm_ext import grammars, plugin
-from vllm_ext.grammars import Grammar, Grammars
+from vllm_ext import plugin
+from vllm_ext.engine import grammar as grammars
+from vllm_ext.engine.grammar import Grammar, Grammars
 from vllm_ext.proposers.base import Request, Sampling
 from vllm_ext.proposers.tree import DraftTree
 

@@ -5,7 +5,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from vllm_ext import hooks, hooks_v1
+from vllm_ext.compat import hooks, hooks_v1
 
 
 @pytest.mark.parametrize("version", ["0.32", "0.32.0", "0.32.0+cpu", "0.33.1rc2", "0.33.9.dev3+g123"])

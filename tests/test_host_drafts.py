@@ -12,8 +12,8 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from vllm_ext import config
-from vllm_ext.host_drafts import HostDrafts, Verified
+from vllm_ext.config import speculative
+from vllm_ext.engine.v2.host_drafter import HostDrafts, Verified
 from vllm_ext.proposers.base import Proposer, Request, VerifiedRows, no_top
 from vllm_ext.proposers.tree import DraftTree
 
@@ -63,7 +63,9 @@ class Recorder(Proposer):
 @pytest.fixture
 def drafts(monkeypatch: pytest.MonkeyPatch) -> Drafts:
     recorder = Recorder()
-    monkeypatch.setattr(config.Settings, "proposer_class", SimpleNamespace(from_options=lambda *_: recorder))
+    monkeypatch.setattr(
+        speculative.Settings, "proposer_class", SimpleNamespace(from_options=lambda *_: recorder)
+    )
     return Drafts(recorder)
 
 
@@ -76,7 +78,7 @@ class Drafts:
             model_config=SimpleNamespace(get_vocab_size=lambda: VOCAB, max_model_len=MAX_MODEL_LEN),
             parallel_config=SimpleNamespace(rank=0, world_size=1),
         )
-        settings = config.parse({"method": "suffix_tree", "num_speculative_tokens": NODES})
+        settings = speculative.parse({"method": "suffix_tree", "num_speculative_tokens": NODES})
         self.host = HostDrafts(vllm_config, settings, self.faults.append)
         self.host.load()
         self.host.serve()

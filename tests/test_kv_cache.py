@@ -23,8 +23,9 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCache
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 from vllm.v1.request import Request
 
-from vllm_ext import config, kv_cache, rules, v1_kv_cache
 from vllm_ext.codecs.critic import Critic
+from vllm_ext.config import kv_cache, rules, speculative
+from vllm_ext.engine.kv_cache import encoded_cache
 
 KIVI = {"method": "kivi"}
 BLOCK, TAIL = 64, 4
@@ -92,7 +93,7 @@ def test_options_that_do_not_go_with_it(option: str, value: Any, says: str) -> N
     kv_cache.check_engine_args(engine_args(), OWN, False, None)
     with pytest.raises(ValueError, match=f"does not work with {says}"):
         kv_cache.check_engine_args(engine_args(**{option: value}), OWN, False, None)
-    own = config.parse({"method": "dyspec", "model": "self", "num_speculative_tokens": 4})
+    own = speculative.parse({"method": "dyspec", "model": "self", "num_speculative_tokens": 4})
     with pytest.raises(ValueError, match="what drafts with a model"):
         kv_cache.check_engine_args(engine_args(), OWN, False, own)
     with pytest.raises(ValueError, match="a sampling rule with a second model"):
@@ -154,24 +155,24 @@ def stock_spec(**values: Any) -> Any:
 
 def test_blocks_are_smaller_and_requests_have_some_more() -> None:
     stock, whole = stock_spec(), vllm_config()
-    specs = v1_kv_cache.encoded_specs(whole, {"one": stock, "two": stock})
-    spec = v1_kv_cache.EncodedSpec.merge(list(specs.values()))
+    specs = encoded_cache.encoded_specs(whole, {"one": stock, "two": stock})
+    spec = encoded_cache.EncodedSpec.merge(list(specs.values()))
     assert spec == specs["one"]
     assert stock.page_size_bytes / spec.page_size_bytes == 256 / 72
     assert spec.tail_blocks == TAIL
     assert spec.max_num_blocks_per_req(whole, 1000) == 16 + TAIL
     assert spec.max_memory_usage_bytes(whole) == (16 + TAIL) * spec.page_size_bytes
     with pytest.raises(ValueError, match="layer one has FullAttentionSpec"):
-        v1_kv_cache.encoded_specs(whole, {"one": stock_spec(sliding_window=128)})
-    assert KVCacheSpecRegistry.get_manager_class(spec) is v1_kv_cache.EncodedManager
-    assert KVCacheSpecRegistry.get_manager_class(stock) is not v1_kv_cache.EncodedManager
+        encoded_cache.encoded_specs(whole, {"one": stock_spec(sliding_window=128)})
+    assert KVCacheSpecRegistry.get_manager_class(spec) is encoded_cache.EncodedManager
+    assert KVCacheSpecRegistry.get_manager_class(stock) is not encoded_cache.EncodedManager
 
 
 def test_blocks_are_handed_out_and_come_back() -> None:
     """What is asked for before is what is taken; a request has its tail at every length, and nothing is lost."""
-    (spec,) = v1_kv_cache.encoded_specs(vllm_config(), {"one": stock_spec()}).values()
+    (spec,) = encoded_cache.encoded_specs(vllm_config(), {"one": stock_spec()}).values()
     pool = BlockPool(50, True, BLOCK)
-    manager = v1_kv_cache.EncodedManager(spec, pool, True, 0, BLOCK)
+    manager = encoded_cache.EncodedManager(spec, pool, True, 0, BLOCK)
     init_none_hash(sha256)
     hasher = get_request_block_hasher(BLOCK, sha256)
     free = pool.get_num_free_blocks()
@@ -197,11 +198,11 @@ WINDOW = {
 
 def test_a_window_bounds_what_a_request_has() -> None:
     whole = vllm_config(kv=WINDOW)
-    (spec,) = v1_kv_cache.encoded_specs(whole, {"one": stock_spec()}).values()
+    (spec,) = encoded_cache.encoded_specs(whole, {"one": stock_spec()}).values()
     assert (spec.window_blocks, spec.sink_blocks) == (4, 2)
     assert spec.most_blocks == 2 + 4 + 5 + spec.tail_blocks
     assert spec.max_memory_usage_bytes(whole) == spec.most_blocks * spec.page_size_bytes
-    assert v1_kv_cache.EncodedSpec.merge([spec, spec]) == spec
+    assert encoded_cache.EncodedSpec.merge([spec, spec]) == spec
     whole.model_config.max_model_len = 100
     assert spec.max_memory_usage_bytes(whole) == (2 + spec.tail_blocks) * spec.page_size_bytes
 
@@ -211,7 +212,7 @@ class Requests:
 
     def __init__(self, kv: Mapping[str, Any], seed: int) -> None:
         self.whole = vllm_config(kv=kv)
-        (self.spec,) = v1_kv_cache.encoded_specs(self.whole, {"one": stock_spec()}).values()
+        (self.spec,) = encoded_cache.encoded_specs(self.whole, {"one": stock_spec()}).values()
         groups = [KVCacheGroupSpec(["one"], self.spec)]
         self.manager = KVCacheManager(
             KVCacheConfig(40, [], groups),
@@ -341,14 +342,14 @@ CRITIC = {"method": "critic", "budget": 5 * BLOCK, "watched": 8}
 
 def test_spans_bound_what_a_request_has() -> None:
     whole = vllm_config(kv=MERGING)
-    (spec,) = v1_kv_cache.encoded_specs(whole, {"one": stock_spec()}).values()
+    (spec,) = encoded_cache.encoded_specs(whole, {"one": stock_spec()}).values()
     assert (spec.window_blocks, spec.sink_blocks, spec.span_blocks) == (4, 1, 3)
     # Behind 15 blocks: the first, three that were nine, five as they are; and two that are not merged yet.
     assert spec.most_blocks == 1 + 3 + 5 + 2 + 5 + spec.tail_blocks
-    assert v1_kv_cache.EncodedSpec.merge([spec, spec]) == spec
+    assert encoded_cache.EncodedSpec.merge([spec, spec]) == spec
     longer = vllm_config(kv=MERGING)
     longer.model_config.max_model_len = 64_000
-    (spec,) = v1_kv_cache.encoded_specs(longer, {"one": stock_spec()}).values()
+    (spec,) = encoded_cache.encoded_specs(longer, {"one": stock_spec()}).values()
     assert spec.max_memory_usage_bytes(longer) < 0.35 * 1000 * spec.page_size_bytes
 
 
@@ -420,9 +421,9 @@ def test_a_block_that_is_forgotten_too_early_is_noticed(
     kv: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of a request that begins anew, before its prompt is read."""
-    original = v1_kv_cache.EncodedManager.forget
+    original = encoded_cache.EncodedManager.forget
     monkeypatch.setattr(
-        v1_kv_cache.EncodedManager,
+        encoded_cache.EncodedManager,
         "forget",
         lambda self, name, forgotten: original(self, name, [(1, blocks) for _, blocks in forgotten]),
     )
@@ -437,9 +438,9 @@ def test_a_block_that_is_forgotten_too_early_is_noticed(
 
 
 def test_a_block_that_is_freed_too_early_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = v1_kv_cache.EncodedManager.remove_skipped_blocks
+    original = encoded_cache.EncodedManager.remove_skipped_blocks
     monkeypatch.setattr(
-        v1_kv_cache.EncodedManager,
+        encoded_cache.EncodedManager,
         "remove_skipped_blocks",
         lambda self, name, processed, *rest: original(self, name, processed + BLOCK, *rest),
     )

@@ -14,9 +14,9 @@ import torch
 from test_bench_cli import invoke
 from test_bench_report import HOSTILE, Page
 
-from vllm_ext import kv_measure
-from vllm_ext.kv_measure import DEPTHS, Place, Plan, divergence, kl
-from vllm_ext.kv_report import html
+from vllm_ext.bench import kv_quality
+from vllm_ext.bench.kv_quality import DEPTHS, Place, Plan, divergence, kl
+from vllm_ext.report.kv_page import html
 
 
 def place(log_probs: torch.Tensor, token: int, top: int) -> Place:
@@ -63,10 +63,10 @@ def test_divergence_by_position() -> None:
 
 def test_windows_are_of_the_text_and_prompts_have_no_common_beginning() -> None:
     tokens = list(range(100))
-    assert kv_measure._windows(tokens, 40, 5) == [tokens[:40], tokens[40:80]]
+    assert kv_quality._windows(tokens, 40, 5) == [tokens[:40], tokens[40:80]]
     with pytest.raises(ValueError, match="the text has 100 tokens, fewer than the context of 101"):
-        kv_measure._windows(tokens, 101, 1)
-    prompts = kv_measure._different(tokens, 60, 4)
+        kv_quality._windows(tokens, 101, 1)
+    prompts = kv_quality._different(tokens, 60, 4)
     assert [len(prompt) for prompt in prompts] == [60] * 4
     assert len({prompt[0] for prompt in prompts}) == 4
 
@@ -79,7 +79,7 @@ def test_pass_keys_are_said_at_their_depth_and_asked_for_at_the_end() -> None:
 
     text = [random.Random(0).randrange(97, 123) for _ in range(3000)]
     plan = Plan(model="", text="", methods=[], context=600, keys=3)
-    hidden = kv_measure._hidden_keys(Letters(), text, plan)
+    hidden = kv_quality._hidden_keys(Letters(), text, plan)
     assert [key.depth for key in hidden] == [depth for depth in DEPTHS for _ in range(3)]
     for key in hidden:
         whole = bytes(key.tokens).decode()

@@ -14,7 +14,8 @@ pytest.importorskip("vllm")
 import torch
 from vllm.engine.arg_utils import EngineArgs
 
-from vllm_ext import exit_heads, plugin
+from vllm_ext import plugin
+from vllm_ext.engine.models import exit_heads
 
 
 def config_for(model_dir: str, method: dict[str, Any], **options: Any) -> Any:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from vllm_ext import leaving
+from vllm_ext.engine import process_exit
 
 
 def process(file: str, shut_down: bool, error: str) -> None:
@@ -20,8 +20,8 @@ def process(file: str, shut_down: bool, error: str) -> None:
     import atexit
 
     atexit.register(lambda: Path(file).with_suffix(".before").touch())
-    leaving.watch()
-    leaving.watch()
+    process_exit.watch()
+    process_exit.watch()
     atexit.register(lambda: Path(file).with_suffix(".after").touch())
     kinds: dict[str, BaseException] = {"asked": SystemExit(), "failed": ValueError(), "status": SystemExit(3)}
     try:
@@ -29,7 +29,7 @@ def process(file: str, shut_down: bool, error: str) -> None:
             raise kinds[error]
     finally:
         if shut_down:
-            leaving.may_leave()
+            process_exit.may_leave()
 
 
 @pytest.mark.parametrize(
@@ -62,7 +62,7 @@ def test_a_process_leaves_when_it_was_asked_to_and_has_shut_down(
 def orphan(folder: str, name: str) -> None:
     """One whose parent dies: notes that it was asked to end, and does not."""
     signal.signal(signal.SIGTERM, lambda *_: Path(folder, "asked").touch())
-    leaving.end_with_parent(0.05, grace=0.5)
+    process_exit.end_with_parent(0.05, grace=0.5)
     Path(folder, "pid").write_text(str(os.getpid()))
     for _ in range(600):
         time.sleep(0.05)

@@ -9,7 +9,8 @@ import pytest
 import torch
 from vllm.model_executor.layers import utils
 
-from vllm_ext import linear_layers, patches
+from vllm_ext import patches
+from vllm_ext.engine.models import cpu_linear
 
 
 def layer(outputs: int, inputs: int, dtype: torch.dtype = torch.bfloat16) -> torch.nn.Linear:
@@ -37,7 +38,7 @@ def test_layers_multiply_as_before(with_bias: bool) -> None:
 
 def test_weights_that_others_read_stay() -> None:
     made = layer(64, 48)
-    assert linear_layers.take_over(made, remove_weight=False)
+    assert cpu_linear.take_over(made, remove_weight=False)
     assert made.weight.shape == (64, 48)
 
 
@@ -45,7 +46,7 @@ def test_weights_that_others_read_stay() -> None:
 def test_other_layers_are_left_to_vllm(made: torch.nn.Linear) -> None:
     x = torch.randn(3, made.in_features, dtype=made.weight.dtype)
     want = torch.nn.functional.linear(x, made.weight)
-    assert not linear_layers.take_over(made, remove_weight=True)
+    assert not cpu_linear.take_over(made, remove_weight=True)
     with patches.multiply_few_rows_fast():
         utils.dispatch_cpu_unquantized_gemm(made, False)
     got = utils.cpu_unquantized_gemm(made, x, made.weight)
@@ -53,11 +54,11 @@ def test_other_layers_are_left_to_vllm(made: torch.nn.Linear) -> None:
 
 
 def test_where_vllms_own_product_serves_better(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "float32" in str(linear_layers.reason_against(torch.float32))
+    assert "float32" in str(cpu_linear.reason_against(torch.float32))
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
-    assert "AMX" in str(linear_layers.reason_against(torch.bfloat16))
+    assert "AMX" in str(cpu_linear.reason_against(torch.bfloat16))
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
     monkeypatch.setattr(torch.cpu, "_is_avx2_supported", lambda: False)
-    assert "AVX2" in str(linear_layers.reason_against(torch.bfloat16))
+    assert "AVX2" in str(cpu_linear.reason_against(torch.bfloat16))
     monkeypatch.setattr(platform, "machine", lambda: "aarch64")
-    assert "aarch64" in str(linear_layers.reason_against(torch.bfloat16))
+    assert "aarch64" in str(cpu_linear.reason_against(torch.bfloat16))

@@ -18,8 +18,8 @@ pytest.importorskip("vllm")
 
 from vllm.v1.metrics import reader
 
-from vllm_ext import counter_file, metrics
-from vllm_ext.counter_file import ServerCounts, WorkerCounts
+from vllm_ext.engine import counter_file, metrics
+from vllm_ext.engine.counter_file import ServerCounts, WorkerCounts
 
 
 @pytest.fixture
@@ -199,7 +199,7 @@ def test_files_of_workers_that_are_gone_are_removed_at_the_next_start(
     others = path.with_name("other-0.counters")
     script = (
         "import pathlib, sys, time\n"
-        "from vllm_ext.counter_file import WorkerCounts\n"
+        "from vllm_ext.engine.counter_file import WorkerCounts\n"
         "counts = WorkerCounts(pathlib.Path(sys.argv[1]))\n"
         "print('ready', flush=True)\n"
         "time.sleep(60)\n"

@@ -13,8 +13,10 @@ pytest.importorskip("vllm")
 
 from vllm.engine.arg_utils import EngineArgs
 
-from vllm_ext import hooks, patches, plugin, refusals
-from vllm_ext.runners import Choice
+from vllm_ext import patches, plugin
+from vllm_ext.compat import hooks
+from vllm_ext.config import refusals
+from vllm_ext.config.runners import Choice
 
 METHOD = {"method": "token_recycling", "num_speculative_tokens": 4, "matrix_width": 2}
 
@@ -48,7 +50,7 @@ def test_drafts_come_with_tokens_where_workers_are_processes(
     from vllm.v1.executor import Executor as AnyExecutor
     from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
-    from vllm_ext import v1_executor
+    from vllm_ext.engine.v1 import v1_executor
 
     made = config_for(model_dir, speculative_config=METHOD)
     assert AnyExecutor.get_class(made) is v1_executor.Executor

@@ -21,13 +21,15 @@ from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.sample.logits_processor import validate_logits_processors_parameters
 
-from vllm_ext import plugin, rules, runners, v1_rules
-from vllm_ext.cli import app
+from vllm_ext import plugin
+from vllm_ext.cli.main import app
+from vllm_ext.config import rules, runners
+from vllm_ext.data.model_tokenizer import ModelVocabulary
+from vllm_ext.engine.v1 import logits_processor
 from vllm_ext.kernels import trie
 from vllm_ext.samplers import trie_file
 from vllm_ext.samplers.extract import SpanConstraint
 from vllm_ext.samplers.passage import Passages
-from vllm_ext.vocabulary import ModelVocabulary
 
 ANSWERS = ["yes", "no", "not at all", "not yet", "yes"]
 
@@ -59,7 +61,7 @@ def engine_config(slice_dir: str, given: Any, **options: Any) -> Any:
 
 
 def test_each_answer_is_in_the_file(made: Path, slice_dir: str) -> None:
-    from vllm_ext.vocabulary import load_tokenizer
+    from vllm_ext.data.model_tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(slice_dir)
     found, header = trie_file.open_trie(made)
@@ -74,7 +76,7 @@ def test_each_answer_is_in_the_file(made: Path, slice_dir: str) -> None:
 
 
 def test_token_ids_and_text_make_the_same_file(made: Path, slice_dir: str, tmp_path: Path) -> None:
-    from vllm_ext.vocabulary import load_tokenizer
+    from vllm_ext.data.model_tokenizer import load_tokenizer
 
     ids = [load_tokenizer(slice_dir).encode(text, add_special_tokens=False).ids for text in ANSWERS]
     (tmp_path / "in.jsonl").write_text("\n".join(json.dumps({"name": row}) for row in ids[:3]))
@@ -223,7 +225,7 @@ def test_rules_that_report_or_learn_bring_their_classes(slice_dir: str, made: Pa
     assert (tmp_path / "new").is_dir()
     config = engine_config(slice_dir, {"rules": {"trie": {"files": {"short": str(made)}}}})
     assert config.parallel_config.worker_cls == plugin.RULES_WORKER_CLASS  # it tells of rules that fail
-    assert config.scheduler_config.scheduler_cls.startswith("vllm_ext.ended_requests.")
+    assert config.scheduler_config.scheduler_cls.startswith("vllm_ext.engine.ended_requests.")
 
 
 def test_a_folder_that_cannot_be_written_to_is_refused(slice_dir: str, tmp_path: Path) -> None:
@@ -343,6 +345,6 @@ def test_a_rule_that_is_not_there_is_named(made: Path) -> None:
     (found,) = settings.of_request(asking)
     assert found.name == "trie"
     # The name carries them to any process.
-    module, _, name = v1_rules.name_of(settings).partition(":")
-    assert module == v1_rules.__name__
-    assert getattr(v1_rules.configured, name.split(".")[1]).settings == settings
+    module, _, name = logits_processor.name_of(settings).partition(":")
+    assert module == logits_processor.__name__
+    assert getattr(logits_processor.configured, name.split(".")[1]).settings == settings

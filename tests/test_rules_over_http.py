@@ -17,7 +17,7 @@ pytest.importorskip("vllm")
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 
-from vllm_ext import rules
+from vllm_ext.config import rules
 from vllm_ext.samplers.registry import RULES, load_rule
 from vllm_ext.samplers.steering import SteeringRule
 

@@ -14,8 +14,10 @@ import vllm.config.vllm as vllm_config_module
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.executor import Executor as AnyExecutor
 
-from vllm_ext import doctor, plugin, refusals, runners
-from vllm_ext.config import parse
+from vllm_ext import plugin
+from vllm_ext.config import refusals, runners
+from vllm_ext.config.speculative import parse
+from vllm_ext.doctor import environment
 from vllm_ext.proposers.registry import METHODS, load_method
 
 METHOD = {"method": "token_recycling", "num_speculative_tokens": 12}
@@ -174,7 +176,7 @@ def test_a_configuration_for_the_other_runner_is_refused(model_dir: str, with_tr
 
 
 def test_the_doctor_says_which(with_triton: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    checks = {check.what: check for check in doctor._runners()}
+    checks = {check.what: check for check in environment._runners()}
     found = checks["runner V2"].found
     assert "token_recycling" in found
     assert all(name in found for name in runners.ON_HOST)
@@ -183,7 +185,7 @@ def test_the_doctor_says_which(with_triton: None, monkeypatch: pytest.MonkeyPatc
     assert checks["runner V1"].status == "ok"
     assert "layerskip" in checks["runner V1"].found
     monkeypatch.setattr(runners, "_has_triton", lambda: False)
-    (check,) = doctor._runners()
+    (check,) = environment._runners()
     assert (check.status, check.what) == ("ok", "runner V1")
     assert "Triton" in check.found
     assert "all methods" in check.found

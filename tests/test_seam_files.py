@@ -12,9 +12,10 @@ from typer.testing import CliRunner
 
 pytest.importorskip("vllm")
 
-from vllm_ext import doctor, hooks, seams
-from vllm_ext.cli import app
-from vllm_ext.seam_files import Files, imports
+from vllm_ext.cli.main import app
+from vllm_ext.compat import hooks, hooks_v2
+from vllm_ext.compat.source_scan import Files, imports
+from vllm_ext.doctor import environment
 
 FILES = {
     "vllm/__init__.py": "",
@@ -136,18 +137,18 @@ def installed() -> Files:
     return Files(Path(spec.origin).parents[1])
 
 
-@pytest.mark.parametrize("table", seams.TABLES)
+@pytest.mark.parametrize("table", hooks_v2.TABLES)
 def test_of_the_vllm_that_is_installed_files_say_what_importing_says(table: str) -> None:
     files = installed()
-    for hook in seams.TABLES[table]:
+    for hook in hooks_v2.TABLES[table]:
         assert hook.problem() is None, hook
         assert files.problem(hook) is None, hook
 
 
-@pytest.mark.parametrize("table", seams.TABLES)
+@pytest.mark.parametrize("table", hooks_v2.TABLES)
 def test_a_wrong_first_parameter_is_seen_in_every_hook_that_has_some(table: str) -> None:
     files = installed()
-    for hook in seams.TABLES[table]:
+    for hook in hooks_v2.TABLES[table]:
         if hook.parameters:
             moved = hooks.Hook(hook.module, hook.name, ("moved", *hook.parameters[1:]), "")
             for problem in (files.problem(moved), moved.problem()):
@@ -159,7 +160,7 @@ def test_a_wrong_first_parameter_is_seen_in_every_hook_that_has_some(table: str)
 
 
 def test_no_table_names_a_symbol_twice() -> None:
-    for symbols in seams.TABLES.values():
+    for symbols in hooks_v2.TABLES.values():
         names = [(hook.module, hook.name) for hook in symbols]
         assert len(set(names)) == len(names)
 
@@ -179,7 +180,7 @@ def test_the_doctor_reads_files(files: Files, tmp_path: Path) -> None:
     empty = CliRunner().invoke(app, ["doctor", "--vllm-files", str(tmp_path)])
     assert empty.exit_code == 2
     assert "has no vllm/__init__.py" in empty.output
-    whole = list(doctor.checks_of_files(Path(find_spec("vllm").origin).parents[1]))  # type: ignore[union-attr,arg-type]
+    whole = list(environment.checks_of_files(Path(find_spec("vllm").origin).parents[1]))  # type: ignore[union-attr,arg-type]
     assert {check.status for check in whole} == {"ok"}
     assert {check.what for check in whole} == {"vLLM", "seam V1", "seam V2", "seam CUDA", "import"}
 

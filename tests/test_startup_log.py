@@ -13,8 +13,9 @@ pytest.importorskip("vllm")
 from vllm import envs, logger
 from vllm.engine.arg_utils import EngineArgs
 
-from vllm_ext import plugin, startup_log
-from vllm_ext.startup_log import CUSTOM_CLASS, CUSTOM_SCHEDULER, MIN_P, Started, without
+from vllm_ext import plugin
+from vllm_ext.engine import startup_log
+from vllm_ext.engine.startup_log import CUSTOM_CLASS, CUSTOM_SCHEDULER, MIN_P, Started, without
 
 
 @pytest.fixture
@@ -62,7 +63,7 @@ def test_the_warning_of_custom_schedulers_is_left_out_of_ours_alone(log: list[st
     startup_log.trust_our_schedulers()
     its = logging.getLogger(CUSTOM_SCHEDULER[0])
     assert its.filters.count(startup_log._not_of_ours) == 1
-    for name in ("vllm_ext.v1_scheduler.GrammarScheduler", "somebody.elses.Scheduler"):
+    for name in ("vllm_ext.engine.v1.scheduler.GrammarScheduler", "somebody.elses.Scheduler"):
         its.warning("Using custom scheduler class %s. And so on.", name)
     assert log == ["Using custom scheduler class somebody.elses.Scheduler. And so on."]
 

@@ -24,9 +24,10 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
-from vllm_ext import config, state
+from vllm_ext.config import speculative
+from vllm_ext.engine.state import state_file
+from vllm_ext.engine.state.state_file import Identity, Keeper, StateError, StateFile
 from vllm_ext.kernels.learned_arrays import Learned
-from vllm_ext.state import Identity, Keeper, StateError, StateFile
 
 MINE = Identity("org/model", "", "abc", 100, "token_recycling", '{"matrix_width": 2}', 0)
 
@@ -118,7 +119,7 @@ def with_metadata(file: StateFile, **changes: str) -> None:
     """The file with other metadata and the checksum that fits it."""
     content = arrays()
     metadata = {**file._metadata(), **changes}
-    metadata.setdefault("checksum", state._checksum(metadata, content))
+    metadata.setdefault("checksum", state_file._checksum(metadata, content))
     save_file(content, file.path, metadata)
 
 
@@ -141,7 +142,7 @@ def test_what_cannot_be_used_is_said(file: StateFile, changes: dict[str, str], s
 
 
 def test_the_checksum_covers_the_metadata(file: StateFile) -> None:
-    checksum = state._checksum(file._metadata(), arrays())
+    checksum = state_file._checksum(file._metadata(), arrays())
     with_metadata(file, checksum=checksum)
     assert same(file.load(), arrays())
     with_metadata(file, checksum=checksum, vllm_ext="0.0.1")
@@ -167,7 +168,7 @@ def test_files_that_are_none(file: StateFile) -> None:
         file.load()
     file.path.unlink()
     with file.path.open("wb") as sparse:
-        sparse.truncate(state._memory_bytes())
+        sparse.truncate(state_file._memory_bytes())
     with pytest.raises(StateError, match=r"it has \d+ bytes, more than half of this machine's memory"):
         file.load()
 
@@ -192,7 +193,7 @@ def test_what_killed_saves_left_is_removed_when_old(file: StateFile) -> None:
     for path in (old, new, others):
         path.touch()
     for path in (old, others):
-        os.utime(path, (time.time() - 2 * state.ABANDONED_SECONDS,) * 2)
+        os.utime(path, (time.time() - 2 * state_file.ABANDONED_SECONDS,) * 2)
     file.load()
     assert [path.exists() for path in (old, new, others)] == [False, True, True]
 
@@ -200,7 +201,7 @@ def test_what_killed_saves_left_is_removed_when_old(file: StateFile) -> None:
 KILLED = """
 import sys, numpy as np
 from pathlib import Path
-from vllm_ext.state import Identity, StateFile
+from vllm_ext.engine.state.state_file import Identity, StateFile
 file = StateFile(Path(sys.argv[1]), Identity("org/model", "", "abc", 100, "token_recycling", "", 0))
 number = 0
 while True:
@@ -384,12 +385,12 @@ def test_failures_are_counted_logged_once_a_cause_and_tried_again(
 
 def test_a_folder_is_made_for_this_user_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    folder = state.prepare_folder("a/b")
+    folder = state_file.prepare_folder("a/b")
     assert folder == tmp_path / "a" / "b"
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     assert list(folder.iterdir()) == []
     folder.chmod(0o755)
-    assert state.prepare_folder(str(folder)) == folder
+    assert state_file.prepare_folder(str(folder)) == folder
     assert stat.S_IMODE(folder.stat().st_mode) == 0o755  # the user's own choice
 
 
@@ -399,14 +400,14 @@ def test_a_folder_that_cannot_be_used_is_refused(tmp_path: Path, monkeypatch: py
         with pytest.raises(
             ValueError, match=rf"state_dir='{tmp_path}/{name}': nothing can be written.*remove"
         ):
-            state.prepare_folder(str(tmp_path / name))
+            state_file.prepare_folder(str(tmp_path / name))
 
     def fail(*_: Any, **__: Any) -> None:
         raise PermissionError(errno.EACCES, "Permission denied")
 
     monkeypatch.setattr("tempfile.TemporaryFile", fail)
     with pytest.raises(ValueError, match=r"nothing can be written there \(Permission denied\)"):
-        state.prepare_folder(str(tmp_path))
+        state_file.prepare_folder(str(tmp_path))
 
 
 def identity(model_dir: str, **options: Any) -> Identity:
@@ -418,7 +419,7 @@ def identity(model_dir: str, **options: Any) -> Identity:
         get_vocab_size=lambda: 49152,
     )
     parallel = SimpleNamespace(data_parallel_index=0)
-    settings = config.parse({"method": "token_recycling", **options})
+    settings = speculative.parse({"method": "token_recycling", **options})
     vllm_config = SimpleNamespace(model_config=model, parallel_config=parallel)
     return Identity.of(vllm_config, settings.method, settings.own_options)
 

@@ -14,8 +14,9 @@ from typer.testing import CliRunner
 from vllm import SamplingParams
 from vllm.engine.arg_utils import EngineArgs
 
-from vllm_ext import plugin, rules
-from vllm_ext.cli import app
+from vllm_ext import plugin
+from vllm_ext.cli.main import app
+from vllm_ext.config import rules
 from vllm_ext.samplers import guide_file
 
 SELF = {"model": "self", "self_layers": 1}

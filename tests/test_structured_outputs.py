@@ -20,8 +20,9 @@ from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.engine.input_processor import InputProcessor
 
-from vllm_ext import plugin, structured_outputs
-from vllm_ext.cli import app
+from vllm_ext import plugin
+from vllm_ext.cli.main import app
+from vllm_ext.config import structured_outputs
 
 STRICT = {"vllm_ext": {"structured_outputs": {"strict": True}}}
 IN_PART = {"type": "object", "properties": {"a": {"type": "string", "maxLength": 3}}}

@@ -30,20 +30,21 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
 )
 
-from vllm_ext import tree_layers, v2_attention_flash, v2_attention_triton
-from vllm_ext.draft_passes import DraftPasses
-from vllm_ext.v1_attention_cpu import TreeCPUAttentionBackend
-from vllm_ext.v1_attention_flash import TreeFlashAttentionBackend
-from vllm_ext.v1_attention_triton import TreeTritonAttentionBackend
-from vllm_ext.v1_runner import SpeculativeRunner
-from vllm_ext.v2_runner import SpeculativeRunner as V2Runner
+from vllm_ext.engine import tree_layers
+from vllm_ext.engine.attention import flash_captured, triton_captured
+from vllm_ext.engine.attention.cpu import TreeCPUAttentionBackend
+from vllm_ext.engine.attention.flash import TreeFlashAttentionBackend
+from vllm_ext.engine.attention.triton import TreeTritonAttentionBackend
+from vllm_ext.engine.draft_model.passes import DraftPasses
+from vllm_ext.engine.v1.model_runner import SpeculativeRunner
+from vllm_ext.engine.v2.model_runner import SpeculativeRunner as V2Runner
 
 OURS = [
     TreeCPUAttentionBackend,
     TreeTritonAttentionBackend,
     TreeFlashAttentionBackend,
-    v2_attention_triton.TreeTritonAttentionBackend,
-    v2_attention_flash.TreeFlashAttentionBackend,
+    triton_captured.TreeTritonAttentionBackend,
+    flash_captured.TreeFlashAttentionBackend,
 ]
 SIZES = {"block_size": 16, "num_kv_heads": 2, "head_size": 64, "dtype": torch.float32}
 
@@ -101,7 +102,7 @@ def test_what_vllm_derives_from_a_backend_drafts_chains(backend: Any) -> None:
         (layer(use_mm_prefix=True), "both ways over images"),
         (layer(head_size=512), "head size 512 (at most 256)"),
         (layer(TreeFlashAttentionBackend, head_size=512), "head size 512 (at most 256)"),
-        (layer(v2_attention_triton.TreeTritonAttentionBackend, head_size=512), "head size 512"),
+        (layer(triton_captured.TreeTritonAttentionBackend, head_size=512), "head size 512"),
         (layer(TreeCPUAttentionBackend, isa="neon"), "layout 'neon'"),
         (layer(impl=TritonAttentionImpl), "implementation TritonAttentionImpl is not TreeTriton"),
         (layer(spec=RSWASpec(**SIZES, rswa_window=64)), "RSWASpec"),

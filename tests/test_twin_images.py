@@ -21,7 +21,7 @@ from vllm.v1.engine import FinishReason
 from vllm.v1.engine.input_processor import InputProcessor
 from vllm.v1.request import Request, RequestStatus
 
-from vllm_ext import twins
+from vllm_ext.engine import paired_requests
 
 LENGTH = 9  # of an image, in tokens
 
@@ -79,7 +79,7 @@ class Seeing(Engine):
             MultiModalFeatureSpec(None, "image", image, PlaceholderRange(place, LENGTH), image)
             for place, image in images.items()
         ]
-        given = {twins.PROMPT: [[2] * rest, moved]}
+        given = {paired_requests.PROMPT: [[2] * rest, moved]}
         params = SamplingParams(max_tokens=most, ignore_eos=True, extra_args=given)
         request = Request(name, [1] * prompt, params, None, mm_features=features, block_hasher=self._hasher)
         self.answers[name] = []
@@ -156,12 +156,12 @@ def test_the_front_process_makes_the_other_prompt(seeing_dir: str) -> None:
 
     for prompt, seeds, given, other in CASES:
         own, alone = taken(prompt, seeds, given), taken(other, seeds if IMAGE in other else [])
-        tokens, offsets = own.sampling_params.extra_args[twins.PROMPT]
+        tokens, offsets = own.sampling_params.extra_args[paired_requests.PROMPT]
         assert tokens == list(alone.prompt_token_ids), given
         assert [each.identifier for each in own.mm_features or ()] == [
             each.identifier for each in taken(prompt, seeds).mm_features or ()
         ]
-        found = twins.features_of(own.mm_features or [], offsets)
+        found = paired_requests.features_of(own.mm_features or [], offsets)
         for its, expected in zip(found, alone.mm_features or [], strict=True):
             assert its.identifier == expected.identifier
             place, wanted = its.mm_position, expected.mm_position

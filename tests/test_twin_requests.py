@@ -17,9 +17,9 @@ from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.renderers.params import TokenizeParams
 from vllm.v1.engine import EngineCoreRequest
 
-from vllm_ext import twins
+from vllm_ext.data.model_tokenizer import ModelVocabulary
+from vllm_ext.engine import paired_requests
 from vllm_ext.samplers.prompt_parts import TwinPrompt
-from vllm_ext.vocabulary import ModelVocabulary
 
 MAX_MODEL_LEN = 64
 PROMPT = "Be kind. What is the sea? It is"
@@ -58,7 +58,9 @@ def prepared(
         "a", list(tokens), list(features), params, None, 0.0, None, None, None, resumable=resumable
     )
     renderer = SimpleNamespace(default_cmpl_tok_params=TokenizeParams(None, add_special_tokens=special))
-    twins.prepare(SimpleNamespace(vllm_config=config or config_of(model), renderer=renderer), request)
+    paired_requests.prepare(
+        SimpleNamespace(vllm_config=config or config_of(model), renderer=renderer), request
+    )
     return params
 
 
@@ -76,9 +78,9 @@ def test_the_twin_of_a_text(slice_dir: str) -> None:
     ):
         params = prepared(slice_dir, tokens, given=given)
         assert params.extra_args is not None
-        assert params.extra_args[twins.PROMPT] == [encode(slice_dir, expected), []]
+        assert params.extra_args[paired_requests.PROMPT] == [encode(slice_dir, expected), []]
         assert params.max_tokens == 5
-    assert twins.PROMPT not in (prepared(slice_dir, tokens, other=1).extra_args or {})
+    assert paired_requests.PROMPT not in (prepared(slice_dir, tokens, other=1).extra_args or {})
 
 
 def test_whole_prompts_are_tokenized_as_the_server_does_it(
@@ -95,7 +97,7 @@ def test_whole_prompts_are_tokenized_as_the_server_does_it(
         for given, is_whole in (({}, True), ({"cad_context": "Be kind."}, False)):
             params = prepared(slice_dir, tokens, special=special, cad_negative="A poem:", given=given)
             assert params.extra_args is not None
-            assert (params.extra_args[twins.PROMPT][0][0] == 1) == (special and is_whole)
+            assert (params.extra_args[paired_requests.PROMPT][0][0] == 1) == (special and is_whole)
 
 
 LONG = "word " * 40
@@ -199,11 +201,11 @@ def test_images_move_with_the_text_before_them(slice_dir: str) -> None:
                 continue
             extra_args = ask().extra_args
             assert extra_args is not None
-            found, offsets = extra_args[twins.PROMPT]
+            found, offsets = extra_args[paired_requests.PROMPT]
             parts = [encode(slice_dir, text) for text in left]
             assert found == [*parts[0], *image, *parts[1], *image, *parts[2]]
             assert offsets == [len(parts[0]), len(parts[0]) + 4 + len(parts[1])]
-            moved = twins.features_of(features, offsets)
+            moved = paired_requests.features_of(features, offsets)
             for its, own, offset in zip(moved, features, offsets, strict=True):
                 assert (its.mm_position.offset, its.mm_position.length) == (offset, 4)
                 assert its.mm_position.is_embed is own.mm_position.is_embed
@@ -217,8 +219,8 @@ def test_a_negative_prompt_alone_has_no_images(slice_dir: str) -> None:
     for negative in ("A poem:", ""):
         extra_args = prepared(slice_dir, tokens, [image], cad_negative=negative).extra_args
         assert extra_args is not None
-        assert extra_args[twins.PROMPT][1] == [-1]
-        assert twins.features_of([image], [-1]) == []
+        assert extra_args[paired_requests.PROMPT][1] == [-1]
+        assert paired_requests.features_of([image], [-1]) == []
 
 
 def test_tokens_above_the_vocabulary_that_stand_for_images(slice_dir: str) -> None:
@@ -227,7 +229,7 @@ def test_tokens_above_the_vocabulary_that_stand_for_images(slice_dir: str) -> No
         slice_dir, tokens, [feature(tokens.index(9999), 4)], cad_context="Be kind."
     ).extra_args
     assert extra_args is not None
-    assert extra_args[twins.PROMPT][0].count(9999) == 4
+    assert extra_args[paired_requests.PROMPT][0].count(9999) == 4
 
 
 def test_prompts_that_end_with_an_image(slice_dir: str) -> None:
@@ -249,6 +251,6 @@ def test_parts_of_images_are_refused() -> None:
     twin = TwinPrompt([5, 6, 7, 8], [0, 1, -1, -1, 2, 3], "field")
     for place, length in ((1, 2), (0, 3), (3, 2), (1, 4)):
         with pytest.raises(ValueError, match="field would leave a part of an image in the other prompt"):
-            twins.offsets_of([PlaceholderRange(place, length)], twin)
+            paired_requests.offsets_of([PlaceholderRange(place, length)], twin)
     places = [PlaceholderRange(0, 2), PlaceholderRange(2, 2), PlaceholderRange(4, 1)]
-    assert twins.offsets_of(places, twin) == [0, -1, 2]
+    assert paired_requests.offsets_of(places, twin) == [0, -1, 2]

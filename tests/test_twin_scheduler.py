@@ -22,11 +22,11 @@ from vllm.v1.outputs import DraftTokenIds, LogprobsLists, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
-from vllm_ext import twins
+from vllm_ext.engine import paired_requests
+from vllm_ext.engine.v1.lookahead_scheduler import CHOICES, PAUSES
+from vllm_ext.engine.v1.paired_rows import Twins
+from vllm_ext.engine.v1.scheduler import RulesScheduler
 from vllm_ext.samplers.steering import Candidate, Pause
-from vllm_ext.v1_branch_scheduler import CHOICES, PAUSES
-from vllm_ext.v1_scheduler import RulesScheduler
-from vllm_ext.v1_twins import Twins
 
 BLOCK = 16
 
@@ -89,7 +89,7 @@ class Engine:
 
     def add(self, name: str, prompt: int, rest: int | None, most: int, priority: int = 0) -> None:
         """A request; with a rest of its prompt it has a twin."""
-        given = None if rest is None else {twins.PROMPT: [[2] * rest, []]}
+        given = None if rest is None else {paired_requests.PROMPT: [[2] * rest, []]}
         params = SamplingParams(max_tokens=most, ignore_eos=True, extra_args=given)
         request = Request(name, [1] * prompt, params, None, priority=priority, block_hasher=self._hasher)
         self.answers[name] = []

@@ -7,14 +7,14 @@ from typing import Any
 
 from vllm import SamplingParams
 
-from vllm_ext import twins
-from vllm_ext.v1_twins import Twins
+from vllm_ext.engine import paired_requests
+from vllm_ext.engine.v1.paired_rows import Twins
 
 
 def twins_of(**owners: str) -> Twins:
     found = Twins()
     for twin, owner in owners.items():
-        found.admit(twin, SamplingParams(extra_args={twins.OWNER: owner}))
+        found.admit(twin, SamplingParams(extra_args={paired_requests.OWNER: owner}))
     return found
 
 
@@ -32,8 +32,8 @@ def test_rows_of_owners_are_their_twins() -> None:
 
 def test_the_first_to_come_is_held() -> None:
     owner, twin = Twins(), Twins()
-    owner.admit("a", SamplingParams(extra_args={twins.TWIN: "b"}))
-    twin.admit("b", SamplingParams(extra_args={twins.OWNER: "a"}))
+    owner.admit("a", SamplingParams(extra_args={paired_requests.TWIN: "b"}))
+    twin.admit("b", SamplingParams(extra_args={paired_requests.OWNER: "a"}))
     for found, name in ((owner, "a"), (twin, "b")):
         assert begin(found, "c" + name, [1, 1], "11") == [0, 1]
         assert (found.pairs, found.held) == ([], [1])
@@ -70,6 +70,6 @@ def test_requests_that_are_gone_are_forgotten() -> None:
 
 
 def test_owners_are_told_by_parameters() -> None:
-    assert twins.owner_of(SamplingParams()) is None
-    given: dict[str, Any] = {twins.OWNER: "x"}
-    assert twins.owner_of(SamplingParams(extra_args=given)) == "x"
+    assert paired_requests.owner_of(SamplingParams()) is None
+    given: dict[str, Any] = {paired_requests.OWNER: "x"}
+    assert paired_requests.owner_of(SamplingParams(extra_args=given)) == "x"

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from vllm_ext import config
-from vllm_ext.allowed import nearest
+from vllm_ext.config import speculative
+from vllm_ext.config.allowed import nearest
 from vllm_ext.samplers.messages import quoted
 
 KNOWN = ("trie", "contrastive", "contrastive_beta", "cad", "rpg_count", "vllm_ext")
@@ -59,12 +59,12 @@ def test_values_are_quoted_in_part(value: Any) -> None:
 @pytest.mark.parametrize("key", ["vllm-ext", "vllmext", "vllm_ex", "VLLM_EXT", "vllm_etx"])
 def test_near_misses_beside_our_key_are_refused(key: str) -> None:
     with pytest.raises(ValueError, match=rf"unknown key '{key}'. Did you mean 'vllm_ext'\?"):
-        config.check_spelling(SimpleNamespace(additional_config={key: {"rules": {"dola": {}}}}))
+        speculative.check_spelling(SimpleNamespace(additional_config={key: {"rules": {"dola": {}}}}))
 
 
 @pytest.mark.parametrize("additional", [None, {}, {"vllm_ascend": 1, "torchair": {}, "vllm_ext": {}}, "hash"])
 def test_keys_of_others_are_theirs(additional: Any) -> None:
-    config.check_spelling(SimpleNamespace(additional_config=additional))
+    speculative.check_spelling(SimpleNamespace(additional_config=additional))
 
 
 @pytest.mark.parametrize(
@@ -82,7 +82,7 @@ def test_keys_of_others_are_theirs(additional: Any) -> None:
 )
 def test_keys_of_vllms_methods_are_answered_with_ours(key: str, value: Any, says: str) -> None:
     with pytest.raises(ValueError, match=rf"unknown option {key}=.*{says}"):
-        config.parse({"method": "token_recycling", key: value})
+        speculative.parse({"method": "token_recycling", key: value})
 
 
 @pytest.mark.parametrize(
@@ -102,9 +102,9 @@ def test_keys_of_vllms_methods_are_answered_with_ours(key: str, value: Any, says
 )
 def test_what_names_no_method(given: Any, says: str) -> None:
     pytest.importorskip("vllm")
-    assert not config.is_ours(given)
+    assert not speculative.is_ours(given)
     with pytest.raises(ValueError, match=says):
-        config.check_known(given)
+        speculative.check_known(given)
 
 
 @pytest.mark.parametrize(
@@ -113,7 +113,7 @@ def test_what_names_no_method(given: Any, says: str) -> None:
 )
 def test_keys_of_requests_that_are_nearly_ours_are_refused(key: str, meant: str) -> None:
     vllm = pytest.importorskip("vllm")
-    from vllm_ext import rules
+    from vllm_ext.config import rules
 
     settings = rules.parse({"rpg": {}})
     with pytest.raises(

@@ -20,17 +20,17 @@ from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-from vllm_ext import v1_attention
-from vllm_ext.attention_forms import Fastest
-from vllm_ext.v1_attention_flash import TreeFlashAttentionImpl, TreeFlashAttentionMetadataBuilder
-from vllm_ext.v1_attention_triton import TreeTritonAttentionMetadataBuilder
+from vllm_ext.engine.attention import tree_backend
+from vllm_ext.engine.attention.autotune import Fastest
+from vllm_ext.engine.attention.flash import TreeFlashAttentionImpl, TreeFlashAttentionMetadataBuilder
+from vllm_ext.engine.attention.triton import TreeTritonAttentionMetadataBuilder
 
 TRITON = """
 import numpy as np, torch
 from types import SimpleNamespace
 from vllm_ext import v1_attention
-from vllm_ext.v1_attention import TREES, TreeMetadata
-from vllm_ext.v1_attention_triton import TreeTritonAttentionImpl
+from vllm_ext.engine.attention.tree_backend import TREES, TreeMetadata
+from vllm_ext.engine.attention.triton import TreeTritonAttentionImpl
 from vllm_ext.kernels.tree_attention import TreeRows, tree_attention
 
 blocks, kv_heads, block_size, size, heads, rows, context = 6, 2, 16, 32, 4, 5, 37
@@ -61,10 +61,10 @@ import sys, torch
 sys.path.insert(0, "tests")
 from types import SimpleNamespace
 import flash_attention
-from vllm_ext.attention_forms import Fastest
+from vllm_ext.engine.attention.autotune import Fastest
 from vllm.v1.attention.backends.flash_attn import FlashAttentionImpl, FlashAttentionMetadata
-from vllm_ext.v1_attention import TREES, TreeMetadata
-from vllm_ext.v1_attention_flash import FLASH, TRITON, TreeFlashAttentionImpl
+from vllm_ext.engine.attention.tree_backend import TREES, TreeMetadata
+from vllm_ext.engine.attention.flash import FLASH, TRITON, TreeFlashAttentionImpl
 from vllm_ext.kernels.tree_attention import TreeRows, tree_attention
 
 torch.manual_seed(0)
@@ -210,7 +210,7 @@ def test_trees_stay_out_of_graphs_and_chains_in_them(builder: Any, monkeypatch: 
 def test_our_backends_stand_in_for_vllms() -> None:
     kept = [backend for backend in AttentionBackendEnum if backend.is_overridden()]
     try:
-        v1_attention.register()
+        tree_backend.register()
         for backend, name in (
             (AttentionBackendEnum.TRITON_ATTN, "TRITON_ATTN"),
             (AttentionBackendEnum.FLASH_ATTN, "FLASH_ATTN"),
@@ -218,7 +218,7 @@ def test_our_backends_stand_in_for_vllms() -> None:
             ours = backend.get_class()
             assert ours.__module__.startswith("vllm_ext.")
             assert ours.get_name() == name
-            assert issubclass(ours.get_impl_cls(), v1_attention.TreeAttention)
+            assert issubclass(ours.get_impl_cls(), tree_backend.TreeAttention)
     finally:
         for backend in AttentionBackendEnum:
             if backend.is_overridden() and backend not in kept:

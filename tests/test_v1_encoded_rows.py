@@ -8,7 +8,7 @@ import pytest
 import torch
 from encoded_caches import CODECS, Cache, draw, part, retrieving
 
-from vllm_ext.v1_encoded_rows import EncodedMetadata, raw_mover
+from vllm_ext.engine.kv_cache.encoded_rows import EncodedMetadata, raw_mover
 
 
 @pytest.mark.parametrize("name", ["kivi 4", "actqkv"])

@@ -20,7 +20,7 @@ from vllm.v1.sample.logits_processor import (
 )
 from vllm.v1.sample.thinking_budget_state import maybe_create_thinking_budget_state_holder
 
-from vllm_ext.v1_row_states import RowStates, is_idle
+from vllm_ext.engine.v1.row_states import RowStates, is_idle
 
 VOCABULARY, START, END = 40, [1], [2, 3]
 CPU = torch.device("cpu")

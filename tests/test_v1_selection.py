@@ -11,7 +11,7 @@ import numpy as np
 
 from vllm_ext.codecs.selection import ALL
 from vllm_ext.codecs.snapkv import SnapKV, SnapKVOptions
-from vllm_ext.v1_selection import Part, reading_of, settle
+from vllm_ext.engine.kv_cache.selection import Part, reading_of, settle
 
 CODEC = SnapKV(SnapKVOptions(budget=32, window=16, watched=4), 16, 32)
 

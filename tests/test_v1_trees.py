@@ -6,8 +6,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from vllm_ext.engine.tree_layout import StepTrees
 from vllm_ext.proposers.tree import DraftTree
-from vllm_ext.v1_trees import StepTrees
 
 
 def tree(tokens: list[int], parents: list[int]) -> DraftTree:

@@ -11,9 +11,10 @@ import torch
 
 pytest.importorskip("vllm")
 
-from vllm_ext import metrics, v2_counts
-from vllm_ext.counter_file import ServerCounts
-from vllm_ext.v2_counts import ON_DEVICE, Counts
+from vllm_ext.engine import metrics
+from vllm_ext.engine.counter_file import ServerCounts
+from vllm_ext.engine.v2 import counters
+from vllm_ext.engine.v2.counters import ON_DEVICE, Counts
 
 
 def test_counts_arrive_a_step_later_and_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -22,7 +23,7 @@ def test_counts_arrive_a_step_later_and_once(tmp_path: Path, monkeypatch: pytest
     config = SimpleNamespace(parallel_config=SimpleNamespace(rank=0, data_parallel_index=0))
     counts = Counts(config, torch.device("cpu"))
     server = ServerCounts(path)
-    monkeypatch.setattr(v2_counts, "COPY_SECONDS", 0.0)
+    monkeypatch.setattr(counters, "COPY_SECONDS", 0.0)
     counts.begin_step()
     counts.on_device += torch.tensor([3, 2, 4, 2])
     counts.begin_step()
@@ -34,7 +35,7 @@ def test_counts_arrive_a_step_later_and_once(tmp_path: Path, monkeypatch: pytest
         "spec_emitted_tokens": 4,
         "spec_steps": 2,
     }
-    monkeypatch.setattr(v2_counts, "COPY_SECONDS", 60.0)
+    monkeypatch.setattr(counters, "COPY_SECONDS", 60.0)
     counts.on_device += torch.tensor([0, 0, 1, 1])
     counts.begin_step()
     counts.begin_step()

@@ -17,8 +17,8 @@ pytest.importorskip("vllm")
 from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
 
+from vllm_ext.engine.v2.shares import LEVEL, cut
 from vllm_ext.proposers.level_budget import DEFAULT_NODES, LevelBudget, by_batch_size, levels_of
-from vllm_ext.v2_shares import LEVEL, cut
 
 MOST_REQUESTS = 64
 # vLLM's own for so many requests with trees of 15 nodes: up to twice the rows of all of them, and to 512.

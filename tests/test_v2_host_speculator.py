@@ -13,15 +13,18 @@ import torch
 
 pytest.importorskip("vllm")
 
-from vllm_ext import config, metrics, tree_rows, v2_host_speculator, v2_speculator
-from vllm_ext.host_drafts import Verified
+from vllm_ext.config import speculative
+from vllm_ext.engine import metrics
+from vllm_ext.engine.v2 import host_speculator, tree_rows
+from vllm_ext.engine.v2 import speculator as v2_speculator
+from vllm_ext.engine.v2.host_drafter import Verified
+from vllm_ext.engine.v2.host_speculator import HostSpeculator
+from vllm_ext.engine.v2.speculator import StepRows
 from vllm_ext.kernels.device_trees import RowLayout
 from vllm_ext.kernels.recycling import WalkedRows
 from vllm_ext.kernels.top_k import top_k_ids
 from vllm_ext.proposers.base import Proposer, Request
 from vllm_ext.proposers.tree import DraftTree
-from vllm_ext.v2_host_speculator import HostSpeculator
-from vllm_ext.v2_speculator import StepRows
 
 VOCAB, SLOTS, NODES, WIDTH = 30, 3, 4, 2
 
@@ -61,9 +64,9 @@ def speculator(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> Iterator[HostS
     monkeypatch.setattr(v2_speculator, "UvaBackedTensor", OnHost)
     monkeypatch.setattr(v2_speculator, "BACKEND", "torch")
     alone = SimpleNamespace(broadcast=lambda tensor: tensor)
-    monkeypatch.setattr(v2_host_speculator, "get_tp_group", lambda: alone)
+    monkeypatch.setattr(host_speculator, "get_tp_group", lambda: alone)
     monkeypatch.setattr(metrics, "counter_path", lambda *_: tmp_path / "file")
-    monkeypatch.setattr(config.Settings, "proposer_class", Silent)
+    monkeypatch.setattr(speculative.Settings, "proposer_class", Silent)
     speculation = {"method": "suffix_tree", "num_speculative_tokens": NODES}
     vllm_config = SimpleNamespace(
         additional_config={"vllm_ext": {"speculation": speculation}},
@@ -186,7 +189,7 @@ def test_ranks_verify_the_trees_of_the_first(
     tree = DraftTree(np.array([7], np.int32), np.array([-1], np.int32), np.array([0.6], np.float32))
     first = torch.from_numpy(tree_rows.pack([tree], np.array([21], np.int32), NODES))
     group = SimpleNamespace(broadcast=lambda tensor: tensor.copy_(first))
-    monkeypatch.setattr(v2_host_speculator, "get_tp_group", lambda: group)
+    monkeypatch.setattr(host_speculator, "get_tp_group", lambda: group)
     speculator.learn(step_rows(torch.zeros((1, VOCAB)), [4], [[6]], [1]))
     drafts = speculator.propose(batch(["a"], [1], [0, 1]), num_speculative_tokens=NODES)
     assert drafts.tolist() == [[7, 21, 21, 21]]

@@ -12,7 +12,7 @@ pytest.importorskip("vllm")
 from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError
 
-from vllm_ext import v2_limits
+from vllm_ext.config import v2_limits
 
 
 def check(params: SamplingParams, on_v2: bool = True) -> None:

@@ -14,8 +14,8 @@ pytest.importorskip("vllm")
 
 from vllm.config.compilation import CUDAGraphMode
 
-from vllm_ext.v2_counts import BUDGET
-from vllm_ext.v2_shares import LEVEL, are_shared, cut, problem
+from vllm_ext.engine.v2.counters import BUDGET
+from vllm_ext.engine.v2.shares import LEVEL, are_shared, cut, problem
 
 SURE, UNSURE = np.array([[0.9, 0.8, 0.7, 0.6], [0.5, 0.2, 0.1, 0.05]], np.float32)
 
@@ -117,7 +117,7 @@ def test_who_shares(method: str, budget: str, ranks: int, reason: str | None) ->
 
 def a_runner(**changes: Any) -> Any:
     """What of one is asked before graphs are captured; on CUDA, and in order."""
-    from vllm_ext.v2_runner import SpeculativeRunner
+    from vllm_ext.engine.v2.model_runner import SpeculativeRunner
 
     parts: dict[str, Any] = {
         "device": "cuda",
@@ -156,7 +156,7 @@ def test_vllm_takes_our_backends_for_such_graphs(name: str) -> None:
     """By its own checks, which end the engine where a backend cannot have them."""
     from vllm.v1.worker.gpu import attn_utils
 
-    module = importlib.import_module(f"vllm_ext.v2_attention_{name}")
+    module = importlib.import_module(f"vllm_ext.engine.attention.{name}_captured")
     (backend,) = (
         value
         for key, value in vars(module).items()

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-from vllm_ext.v1_runner import SpeculativeRunner
+from vllm_ext.engine.v1.model_runner import SpeculativeRunner
 
 MOST_ROWS = 400
 REQUEST = st.tuples(st.integers(0, 20), st.integers(0, 9))  # drafts, rows of its prompt before the root

@@ -88,11 +88,12 @@ def read_requests() -> None:
 
     @functools.wraps(original)
     def process_inputs(self: Any, *args: Any, **kwargs: Any) -> Any:
-        from vllm_ext import structured_outputs, twins, v2_limits
+        from vllm_ext.config import structured_outputs, v2_limits
+        from vllm_ext.engine import paired_requests
 
         request = original(self, *args, **kwargs)
         structured_outputs.check_request(self.vllm_config, request)
-        twins.prepare(self, request)
+        paired_requests.prepare(self, request)
         v2_limits.check_request(self.vllm_config, request)
         return request
 
@@ -113,7 +114,7 @@ def show_counters() -> None:
 
     @functools.wraps(original)
     def get_metrics(self: Any) -> list[Any]:
-        from vllm_ext import metrics
+        from vllm_ext.engine import metrics
 
         return [*original(self), *metrics.snapshot(self.vllm_config)]
 
@@ -122,19 +123,19 @@ def show_counters() -> None:
 
 @contextmanager
 def multiply_few_rows_fast() -> Iterator[None]:
-    """Let the layers of models that are loaded meanwhile multiply as in `linear_layers`, where they can.
+    """Let the layers of models that are loaded meanwhile multiply as in `cpu_linear`, where they can.
 
     vLLM gives each layer its product in one function and asks no registry; a quantization method of ours, the one way
     to name another, would stand in the place of the model's own.
     """
     from vllm.model_executor.layers import utils
 
-    from vllm_ext import linear_layers
+    from vllm_ext.engine.models import cpu_linear
 
     original = utils.dispatch_cpu_unquantized_gemm
 
     def dispatch_cpu_unquantized_gemm(layer: Any, remove_weight: bool) -> None:
-        if not linear_layers.take_over(layer, remove_weight):
+        if not cpu_linear.take_over(layer, remove_weight):
             original(layer, remove_weight)
 
     utils.dispatch_cpu_unquantized_gemm = dispatch_cpu_unquantized_gemm

@@ -15,34 +15,35 @@ import uuid
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from vllm_ext import __version__, startup_log
+from vllm_ext import __version__
+from vllm_ext.engine import startup_log
 
 if TYPE_CHECKING:
-    from vllm_ext.config import Settings
-    from vllm_ext.rules import RuleSettings
-    from vllm_ext.runners import Choice
+    from vllm_ext.config.rules import RuleSettings
+    from vllm_ext.config.runners import Choice
+    from vllm_ext.config.speculative import Settings
 
 # What vLLM loads as its custom_class drafter, and what drives it.
-DRAFTER_CLASS = "vllm_ext.v1_drafter.Drafter"
-WORKER_CLASS = "vllm_ext.v1_worker.Worker"
+DRAFTER_CLASS = "vllm_ext.engine.v1.drafter.Drafter"
+WORKER_CLASS = "vllm_ext.engine.v1.worker.Worker"
 # V2's: names no file; it tells an engine of ours from one with vLLM's n-gram method.
 MANY_REQUESTS = 1 << 20  # where the engine has not been told how many
-DEVICE_METHOD, DEVICE_DRAFTER = "ngram_gpu", "vllm_ext.v2_speculator.TreeSpeculator"
+DEVICE_METHOD, DEVICE_DRAFTER = "ngram_gpu", "vllm_ext.engine.v2.speculator.TreeSpeculator"
 # Of the goodput budget; vLLM's class for steps that are scheduled ahead is another.
-V2_SCHEDULER_CLASS = "vllm_ext.v2_scheduler.BudgetScheduler"
-V2_ASYNC_SCHEDULER_CLASS = "vllm_ext.v2_scheduler.AsyncBudgetScheduler"
-V2_WORKER_CLASS = "vllm_ext.v2_worker.Worker"
-EXECUTOR_CLASS = "vllm_ext.v1_executor.Executor"
-LEAVING_EXECUTOR_CLASS = "vllm_ext.leaving_executor.LeavingExecutor"  # where nothing else of ours is in it
-SCHEDULER_CLASS = "vllm_ext.v1_scheduler.Scheduler"  # of methods that draft with a model
+V2_SCHEDULER_CLASS = "vllm_ext.engine.v2.scheduler.BudgetScheduler"
+V2_ASYNC_SCHEDULER_CLASS = "vllm_ext.engine.v2.scheduler.AsyncBudgetScheduler"
+V2_WORKER_CLASS = "vllm_ext.engine.v2.worker.Worker"
+EXECUTOR_CLASS = "vllm_ext.engine.v1.v1_executor.Executor"
+LEAVING_EXECUTOR_CLASS = "vllm_ext.engine.executor.LeavingExecutor"  # where nothing else of ours is in it
+SCHEDULER_CLASS = "vllm_ext.engine.v1.scheduler.Scheduler"  # of methods that draft with a model
 # Of rules, where no method of ours runs.
-RULES_WORKER_CLASS = "vllm_ext.v1_worker.RulesWorker"
-V2_RULES_WORKER_CLASS = "vllm_ext.v2_worker.RulesWorker"
+RULES_WORKER_CLASS = "vllm_ext.engine.v1.worker.RulesWorker"
+V2_RULES_WORKER_CLASS = "vllm_ext.engine.v2.worker.RulesWorker"
 # Of rules, where no scheduler of ours does more; it ends requests whose rule fails.
-ENDING_SCHEDULER_CLASS = "vllm_ext.ended_requests.Scheduler"
-ENDING_ASYNC_SCHEDULER_CLASS = "vllm_ext.ended_requests.AsyncScheduler"
-KV_WORKER_CLASS = "vllm_ext.v1_worker.KVWorker"  # of encoded caches, where neither is
-RULES_SCHEDULER_CLASS = "vllm_ext.v1_scheduler.RulesScheduler"
+ENDING_SCHEDULER_CLASS = "vllm_ext.engine.ended_requests.Scheduler"
+ENDING_ASYNC_SCHEDULER_CLASS = "vllm_ext.engine.ended_requests.AsyncScheduler"
+KV_WORKER_CLASS = "vllm_ext.engine.v1.worker.KVWorker"  # of encoded caches, where neither is
+RULES_SCHEDULER_CLASS = "vllm_ext.engine.v1.scheduler.RulesScheduler"
 
 
 _wrapper: Any = None
@@ -75,28 +76,21 @@ def _create_engine_config(original: Any, engine_args: Any, *args: Any, **kwargs:
     Raises:
         ValueError: an unknown method, rule or option, or a feature that does not go with them.
     """
-    from vllm_ext import config
+    from vllm_ext.config import speculative
 
-    config.check_spelling(engine_args)
-    speculates = config.is_ours(engine_args.speculative_config)
+    speculative.check_spelling(engine_args)
+    speculates = speculative.is_ours(engine_args.speculative_config)
     if engine_args.speculative_config and not speculates:
-        config.check_known(engine_args.speculative_config)
-    if not speculates and not config.ours(engine_args):
+        speculative.check_known(engine_args.speculative_config)
+    if not speculates and not speculative.ours(engine_args):
         return original(engine_args, *args, **kwargs)
 
     from vllm.logger import init_logger
 
-    from vllm_ext import (
-        compilers,
-        hooks,
-        kv_cache,
-        patches,
-        refusals,
-        rules,
-        runners,
-        state,
-        structured_outputs,
-    )
+    from vllm_ext import patches
+    from vllm_ext.compat import compilers, hooks
+    from vllm_ext.config import kv_cache, refusals, rules, runners, structured_outputs
+    from vllm_ext.engine.state import state_file
 
     hooks.check_version()
     logger = init_logger("vllm.vllm_ext")
@@ -106,9 +100,9 @@ def _create_engine_config(original: Any, engine_args: Any, *args: Any, **kwargs:
         ruled = _with_folders(ruled)
         rewritten["additional_config"] = {
             **engine_args.additional_config,
-            config.ADDITIONAL_CONFIG_KEY: {
-                **config.ours(engine_args),
-                config.RULES: json.loads(ruled.as_json),
+            speculative.ADDITIONAL_CONFIG_KEY: {
+                **speculative.ours(engine_args),
+                speculative.RULES: json.loads(ruled.as_json),
             },
         }
 
@@ -168,10 +162,10 @@ def _create_engine_config(original: Any, engine_args: Any, *args: Any, **kwargs:
     if ruled is not None:
         _check_rules(vllm_config, ruled, on_v2)
         if ruled.twins:
-            from vllm_ext import twins
+            from vllm_ext.engine import paired_requests
 
             patches.read_requests()
-            twins.load_pieces(vllm_config)
+            paired_requests.load_pieces(vllm_config)
         logger.info("vllm-ext %s: sampling rules %s", __version__, ruled.as_json)
     if kv is not None:
         kv_cache.check_vllm_config(vllm_config, kv)
@@ -217,7 +211,7 @@ def _create_engine_config(original: Any, engine_args: Any, *args: Any, **kwargs:
     parallel = vllm_config.parallel_config
     if parallel.distributed_executor_backend == "mp" and "worker_cls" in rewritten:
         parallel.distributed_executor_backend = LEAVING_EXECUTOR_CLASS
-    patches.let_engines_end(state.SHUTDOWN_SECONDS)
+    patches.let_engines_end(state_file.SHUTDOWN_SECONDS)
     from vllm.platforms import current_platform
 
     if missing := compilers.warning(vllm_config, current_platform.device_type):
@@ -227,7 +221,8 @@ def _create_engine_config(original: Any, engine_args: Any, *args: Any, **kwargs:
 
 def _settings(engine_args: Any) -> Settings:
     """The method that was asked for, its folders made."""
-    from vllm_ext import config, refusals, state
+    from vllm_ext.config import refusals, speculative
+    from vllm_ext.engine.state import state_file
     from vllm_ext.proposers.draft_model import PassOptions
 
     requested = dict(engine_args.speculative_config)
@@ -238,7 +233,7 @@ def _settings(engine_args: Any) -> Settings:
                 f"{requested['num_speculative_tokens']!r} are the same option; give one of them."
             )
         requested["num_speculative_tokens"] = engine_args.spec_tokens
-    settings = config.parse(requested)
+    settings = speculative.parse(requested)
     refusals.check_engine_args(engine_args, settings.method)
     if isinstance(settings.options, PassOptions):
         refusals.check_scheduler(engine_args, settings.method)
@@ -246,7 +241,7 @@ def _settings(engine_args: Any) -> Settings:
     if given := {name: folder for name, folder in folders.items() if folder is not None}:
         # Absolute: a worker may have another working directory.
         settings = settings.with_options(
-            **{name: str(state.prepare_folder(folder, name)) for name, folder in given.items()}
+            **{name: str(state_file.prepare_folder(folder, name)) for name, folder in given.items()}
         )
     return settings
 
@@ -262,7 +257,7 @@ def _with_default_nodes(settings: Settings) -> Settings:
 
 def _as_device_method(engine_args: Any, settings: Settings, ruled: RuleSettings | None) -> dict[str, Any]:
     """The engine's own options that make its V2 runner run a method of ours."""
-    from vllm_ext import config
+    from vllm_ext.config import speculative
     from vllm_ext.proposers import level_budget
 
     nodes = settings.options.num_speculative_tokens
@@ -279,10 +274,10 @@ def _as_device_method(engine_args: Any, settings: Settings, ruled: RuleSettings 
         "spec_tokens": None,
         "additional_config": {
             **(engine_args.additional_config or {}),
-            config.ADDITIONAL_CONFIG_KEY: {
-                **config.ours(engine_args),
-                **({} if ruled is None else {config.RULES: json.loads(ruled.as_json)}),
-                config.SPECULATION: settings.to_additional_config(),
+            speculative.ADDITIONAL_CONFIG_KEY: {
+                **speculative.ours(engine_args),
+                **({} if ruled is None else {speculative.RULES: json.loads(ruled.as_json)}),
+                speculative.SPECULATION: settings.to_additional_config(),
             },
         },
         "worker_cls": V2_WORKER_CLASS,
@@ -291,7 +286,8 @@ def _as_device_method(engine_args: Any, settings: Settings, ruled: RuleSettings 
 
 def _as_custom_class(engine_args: Any, settings: Settings, ruled: RuleSettings | None) -> dict[str, Any]:
     """The engine's own options that make its V1 runner run a method of ours."""
-    from vllm_ext import config, grammars
+    from vllm_ext.config import speculative
+    from vllm_ext.engine import grammar
     from vllm_ext.proposers.draft_model import PassOptions
 
     options = {
@@ -303,10 +299,10 @@ def _as_custom_class(engine_args: Any, settings: Settings, ruled: RuleSettings |
         "spec_tokens": None,
         "additional_config": {
             **(engine_args.additional_config or {}),
-            config.ADDITIONAL_CONFIG_KEY: {
-                **config.ours(engine_args),
-                **({} if ruled is None else {config.RULES: json.loads(ruled.as_json)}),
-                config.SPECULATION: settings.to_additional_config(),
+            speculative.ADDITIONAL_CONFIG_KEY: {
+                **speculative.ours(engine_args),
+                **({} if ruled is None else {speculative.RULES: json.loads(ruled.as_json)}),
+                speculative.SPECULATION: settings.to_additional_config(),
             },
         },
         "worker_cls": WORKER_CLASS,
@@ -316,28 +312,28 @@ def _as_custom_class(engine_args: Any, settings: Settings, ruled: RuleSettings |
     if isinstance(settings.options, PassOptions):
         options["scheduler_cls"] = SCHEDULER_CLASS
     elif engine_args.scheduler_cls is None:
-        options["scheduler_cls"] = grammars.SCHEDULER_CLASS
+        options["scheduler_cls"] = grammar.SCHEDULER_CLASS
     return options
 
 
 def _processor_of(ruled: RuleSettings, on_v2: bool) -> str:
     """What vLLM loads as a logits processor; its runners have different interfaces."""
     if on_v2:
-        from vllm_ext import v2_rules
+        from vllm_ext.engine.v2 import logits_processor as v2_rules
 
         return v2_rules.name_of(ruled)
-    from vllm_ext import v1_rules
+    from vllm_ext.engine.v1 import logits_processor as v1_rules
 
     return v1_rules.name_of(ruled)
 
 
 def _with_folders(ruled: RuleSettings) -> RuleSettings:
     """The rules that were asked for, their folders made."""
-    from vllm_ext import state
+    from vllm_ext.engine.state import state_file
 
     given = {name: getattr(options, "state_dir", None) for name, options in ruled.options.items()}
     folders = {
-        name: str(state.prepare_folder(folder, option="--additional-config"))
+        name: str(state_file.prepare_folder(folder, option="--additional-config"))
         for name, folder in given.items()
         if folder is not None
     }
@@ -357,49 +353,49 @@ def _for_rules(engine_args: Any, ruled: RuleSettings) -> dict[str, Any]:
 
 def _check_method(vllm_config: Any, settings: Settings, choice: Choice) -> None:
     """What only the finished configuration tells of a method."""
-    from vllm_ext import refusals
+    from vllm_ext.config import refusals
     from vllm_ext.proposers.draft_model import DraftModelOptions
     from vllm_ext.proposers.self_draft import SelfDraftOptions
 
     refusals.check_vllm_config(vllm_config, settings.method, choice)
     settings.proposer_class.check(settings.options, *_vocabulary(vllm_config))
     if isinstance(settings.options, DraftModelOptions):
-        from vllm_ext import companion_load
+        from vllm_ext.engine.models import second_model
 
-        companion_load.check(vllm_config, settings.options)
+        second_model.check(vllm_config, settings.options)
     if isinstance(settings.options, SelfDraftOptions):
-        from vllm_ext import layer_slices
+        from vllm_ext.engine.models import layer_slices
 
         layer_slices.check(vllm_config, settings)
 
 
 def _check_rules(vllm_config: Any, ruled: RuleSettings, on_v2: bool) -> None:
     """What only the finished configuration tells of rules."""
-    from vllm_ext import refusals, rules
+    from vllm_ext.config import refusals, rules
 
     refusals.check_rules_config(vllm_config, ruled, on_v2)
     ruled.check(*_vocabulary(vllm_config), vllm_config.model_config.get_total_num_hidden_layers())
     for name, options in ruled.options.items():
         if (file := getattr(options, "file", None)) is not None:
-            from vllm_ext import guides
+            from vllm_ext.data import steering_artifacts
 
             with rules.named(name):
-                guides.check("file", file, name, vllm_config.model_config.model)
+                steering_artifacts.check("file", file, name, vllm_config.model_config.model)
     if ruled.companion is not None:
-        from vllm_ext import companion_load
+        from vllm_ext.engine.models import second_model
 
         field = f'{rules.FIELD}["rules"]'
-        companion_load.check_reads_text(vllm_config, field)
-        companion = companion_load.check(vllm_config, ruled.companion, field)
+        second_model.check_reads_text(vllm_config, field)
+        companion = second_model.check(vllm_config, ruled.companion, field)
         ruled.check_companion(companion.get_total_num_hidden_layers())
 
 
 def _vocabulary(vllm_config: Any) -> tuple[int, Callable[[], str]]:
     """The target's number of token ids, and what hashes its tokenizer."""
-    from vllm_ext import vocabulary
+    from vllm_ext.data import model_tokenizer
 
     model = vllm_config.model_config
     return (
         model.get_vocab_size(),
-        functools.partial(vocabulary.hash_of, model.tokenizer, model.tokenizer_revision),
+        functools.partial(model_tokenizer.hash_of, model.tokenizer, model.tokenizer_revision),
     )

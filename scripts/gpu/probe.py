@@ -234,7 +234,7 @@ class _Watch:
 
 def _remember_budgets() -> None:
     """A scheduler is made after its worker has loaded this file."""
-    from vllm_ext.v2_scheduler import Budgeted
+    from vllm_ext.engine.v2.scheduler import Budgeted
 
     make = Budgeted.__init__
 
@@ -265,7 +265,7 @@ def _alone(holder: Any, name: str, exclusive: bool) -> None:
 if os.environ.get("GPU_SUITE_LOCK"):
     from vllm.v1.worker.gpu_worker import Worker
 
-    from vllm_ext.v1_attention_flash import TreeFlashAttentionImpl
+    from vllm_ext.engine.attention.flash import TreeFlashAttentionImpl
 
     for part in ("load_model", "determine_available_memory", "compile_or_warm_up_model"):
         _alone(Worker, part, exclusive=False)

@@ -121,8 +121,8 @@ def record(model: str, files: list[Path], path: Path, tokens: int, count: int) -
     """Ask, verify, and write the file."""
     from vllm import SamplingParams
 
-    from vllm_ext.bench_engine import chat_token_ids
-    from vllm_ext.bench_prompts import load_prompts
+    from vllm_ext.bench.engine import chat_token_ids
+    from vllm_ext.data.prompts import load_prompts
 
     loaded = load_prompts(files)
     llm = _engine(model, None)
@@ -306,7 +306,7 @@ def main() -> None:
     if not arguments.prompts:
         synthetic(arguments.out)
         return
-    from vllm_ext.demo_model import ensure_model
+    from vllm_ext.demo.embedded_model import ensure_model
 
     record(str(ensure_model()), arguments.prompts, arguments.out, arguments.tokens, arguments.count)
 

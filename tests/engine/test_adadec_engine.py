@@ -18,19 +18,19 @@ import torch
 from helpers import what_failed
 from vllm import SamplingParams
 
-from vllm_ext.adadec_learn import read_by
-from vllm_ext.adadec_texts import Text
+from vllm_ext.training.adadec import read_by
+from vllm_ext.training.adadec_texts import Text
 
 pytestmark = pytest.mark.engine
 
-COMMAND = "from vllm_ext.entry import main; main()"
+COMMAND = "from vllm_ext.cli.entry import main; main()"
 # Of Python's own library.
 FILES = [Path(getattr(module, "__file__", "")) for module in (dataclasses, json, subprocess)]
 
 
 def read(worker: Any) -> Any:
     """As vLLM's worker would have it with the extension."""
-    from vllm_ext.adadec_worker import EntropyReader
+    from vllm_ext.training.adadec_worker import EntropyReader
 
     return EntropyReader.vllm_ext_adadec_read(worker)
 

@@ -14,7 +14,7 @@ import pytest
 
 pytestmark = pytest.mark.engine
 
-COMMAND = "import typer; from vllm_ext.bench_cli import bench_command; typer.run(bench_command)"
+COMMAND = "import typer; from vllm_ext.cli.bench import bench_command; typer.run(bench_command)"
 QUESTIONS = (
     ("list", "List the planets, one a line, then list them again."),
     ("list", "Count from one to ten in words."),

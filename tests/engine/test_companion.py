@@ -18,9 +18,9 @@ from distribution import BLOCK_SIZE, SAMPLES, expected, least_p_value, p_value, 
 from helpers import assert_same_outputs, generate, long_and_short_prompts, preemptions
 from vllm import SamplingParams
 
-from vllm_ext import draft_data
-from vllm_ext.draft_export import MAX_LENGTH, TOP_K
-from vllm_ext.draft_training import Shape, make_model
+from vllm_ext.data import answers
+from vllm_ext.engine.answer_export import MAX_LENGTH, TOP_K
+from vllm_ext.training.draft_model import Shape, make_model
 
 pytestmark = pytest.mark.engine
 
@@ -181,10 +181,10 @@ def test_drawn_trees_have_plains_distribution(
         outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
     finally:
         next(engines, None)
-    check_kept(outputs, draft_data.load(tmp_path))
+    check_kept(outputs, answers.load(tmp_path))
 
 
-def check_kept(outputs: list[Any], kept: list[draft_data.Answer]) -> None:
+def check_kept(outputs: list[Any], kept: list[answers.Answer]) -> None:
     """The answers are there, with vLLM's own log-probabilities."""
     assert len(kept) == len(outputs)  # those of the samples are too short
     by_tokens = {tuple(answer.tokens.tolist()): answer for answer in kept}

@@ -36,7 +36,7 @@ def answers(plain_llm: Any) -> list[list[int]]:
 def rest_llm(
     model_dir: str, plain_llm: Any, answers: list[list[int]], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Any]:
-    from vllm_ext.datastore_build import build
+    from vllm_ext.data.datastore_build import build
 
     folder = tmp_path_factory.mktemp("rest")
     for number, answer in enumerate(answers[::2]):  # the other half is news to it

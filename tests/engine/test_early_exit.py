@@ -17,7 +17,7 @@ from conftest import engine
 from helpers import assert_same_outputs, generate, long_and_short_prompts, preemptions
 from vllm import SamplingParams
 
-from vllm_ext import exit_heads
+from vllm_ext.engine.models import exit_heads
 
 pytestmark = pytest.mark.engine
 

@@ -17,8 +17,8 @@ LAYERS = [0, 1, 15, 30]
 
 def capture(worker: Any, layers: list[int]) -> None:
     """Keep, of each step, the positions of the rows with logits, their hidden states and what the last layer says."""
-    from vllm_ext.hidden_states import HiddenStates
-    from vllm_ext.v1_beside import StepRows
+    from vllm_ext.engine.models.hidden_states import HiddenStates
+    from vllm_ext.engine.v1.aux_logits import StepRows
 
     runner = worker.model_runner
     read = HiddenStates.of_target(runner, layers)
@@ -44,7 +44,7 @@ def release(worker: Any) -> Any:
 
 
 def refusal(worker: Any, layers: list[int]) -> str:
-    from vllm_ext.hidden_states import HiddenStates
+    from vllm_ext.engine.models.hidden_states import HiddenStates
 
     try:
         HiddenStates.of_target(worker.model_runner, layers)

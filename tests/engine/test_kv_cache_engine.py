@@ -15,7 +15,7 @@ from conftest import engine
 from helpers import assert_same_outputs, generate, long_and_short_prompts, preemptions
 from vllm import SamplingParams
 
-from vllm_ext import kv_cache
+from vllm_ext.config import kv_cache
 
 pytestmark = pytest.mark.engine
 

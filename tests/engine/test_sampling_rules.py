@@ -102,7 +102,7 @@ class Alternate(LogitsProcessor):  # type: ignore[misc]  # vLLM is untyped to us
 
 @pytest.fixture(scope="module")
 def options(slice_dir: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    from vllm_ext.cli import app
+    from vllm_ext.cli.main import app
 
     folder = tmp_path_factory.mktemp("tries")
     files = {}
@@ -193,9 +193,9 @@ def test_what_is_certain_is_drafted(trees: Any, drafts_by_model: bool) -> None:
 
 def forget_paths(worker: Any) -> None:
     """The mutation: rules see what was put out before the step, on every row."""
-    from vllm_ext import v1_row_states
+    from vllm_ext.engine.v1 import row_states
 
-    module: Any = v1_row_states
+    module: Any = row_states
     module.honest = module.RowStates.processors
     module.RowStates.processors = lambda self, whole, requests, outputs: module.honest(
         self, whole, requests, [self._grown[request][0][: self._grown[request][1]] for request in requests]
@@ -203,9 +203,9 @@ def forget_paths(worker: Any) -> None:
 
 
 def remember_paths(worker: Any) -> None:
-    from vllm_ext import v1_row_states
+    from vllm_ext.engine.v1 import row_states
 
-    module: Any = v1_row_states
+    module: Any = row_states
     module.RowStates.processors = module.honest
 
 

@@ -18,9 +18,10 @@ import pytest
 from helpers import own_prompts
 from typer.testing import CliRunner
 
-from vllm_ext import demo, local_server
-from vllm_ext.cli import app
-from vllm_ext.trie_build import build
+from vllm_ext.bench import local_server
+from vllm_ext.cli.main import app
+from vllm_ext.data.trie_build import build
+from vllm_ext.demo import servers
 
 pytestmark = pytest.mark.engine
 
@@ -31,14 +32,14 @@ ANSWERS = ["a cat", "a dog", "a dog and a cat"]
 
 
 @pytest.fixture(scope="module")
-def server(model_dir: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[demo.Server]:
+def server(model_dir: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[servers.Server]:
     folder = tmp_path_factory.mktemp("trie")
     (folder / "pets.txt").write_text("\n".join(ANSWERS))
     file = folder / "pets.trie"
     build([folder / "pets.txt"], file, model_dir, "text", "", lambda *_: None)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_LOGGING_LEVEL", "INFO")  # the log is tested
-        server = demo.Server("tested", model_dir, "float32", METHOD)
+        server = servers.Server("tested", model_dir, "float32", METHOD)
         rules = {"trie": {"files": {"pets": str(file)}}, "awrs": {}, "cad": {}}
         ours = {"vllm_ext": {"rules": rules, "structured_outputs": {"strict": True}}}
         server.command += ["--additional-config", json.dumps(ours)]
@@ -49,11 +50,11 @@ def server(model_dir: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator
             yield server
 
 
-def post(server: demo.Server, path: str, **body: Any) -> tuple[int, Any]:
+def post(server: servers.Server, path: str, **body: Any) -> tuple[int, Any]:
     """Status and JSON of one request."""
     request = urllib.request.Request(
         server.url + path,
-        json.dumps({"model": demo.SERVED_NAME, "temperature": 0, **body}).encode(),
+        json.dumps({"model": servers.SERVED_NAME, "temperature": 0, **body}).encode(),
         {"Content-Type": "application/json"},
     )
     try:
@@ -63,7 +64,7 @@ def post(server: demo.Server, path: str, **body: Any) -> tuple[int, Any]:
         return error.code, json.loads(error.read() or b"null")
 
 
-def answer(server: demo.Server, prompt: str, max_tokens: int = 24) -> str:
+def answer(server: servers.Server, prompt: str, max_tokens: int = 24) -> str:
     messages = [{"role": "user", "content": prompt}]
     status, reply = post(server, "/v1/chat/completions", messages=messages, max_tokens=max_tokens)
     assert status == 200, reply
@@ -71,13 +72,13 @@ def answer(server: demo.Server, prompt: str, max_tokens: int = 24) -> str:
     return text
 
 
-def complete(server: demo.Server, prompt: list[int], max_tokens: int) -> Any:
+def complete(server: servers.Server, prompt: list[int], max_tokens: int) -> Any:
     status, reply = post(server, "/v1/completions", prompt=prompt, max_tokens=max_tokens, ignore_eos=True)
     assert status == 200, reply
     return reply
 
 
-def test_counters_on_the_metrics_page(server: demo.Server) -> None:
+def test_counters_on_the_metrics_page(server: servers.Server) -> None:
     def read() -> dict[str, float]:
         names = ("spec_draft_tokens", "spec_accepted_tokens", "spec_emitted_tokens", "spec_steps")
         return {name: server.metric(f"vllm_ext:{name}_total") for name in names}
@@ -101,7 +102,7 @@ def test_counters_on_the_metrics_page(server: demo.Server) -> None:
     assert server.metric("vllm_ext:fallbacks_total") == 0
 
 
-def test_method_and_options_are_logged_once(server: demo.Server) -> None:
+def test_method_and_options_are_logged_once(server: servers.Server) -> None:
     log = server.log.read_text()
     line = (
         "speculative method token_recycling (num_speculative_tokens=4, budget='goodput', linear_layers='auto', "
@@ -122,13 +123,13 @@ def test_method_and_options_are_logged_once(server: demo.Server) -> None:
 
 
 @pytest.mark.parametrize("prompt_tokens", [1, 2046, 2047])
-def test_prompt_lengths_at_the_edges(server: demo.Server, prompt_tokens: int) -> None:
+def test_prompt_lengths_at_the_edges(server: servers.Server, prompt_tokens: int) -> None:
     room = 2048 - prompt_tokens
     reply = complete(server, [504] * prompt_tokens, min(room, 8))
     assert reply["usage"]["completion_tokens"] == min(room, 8)
 
 
-def test_bad_requests_get_400_and_hurt_nobody(server: demo.Server) -> None:
+def test_bad_requests_get_400_and_hurt_nobody(server: servers.Server) -> None:
     for body in (
         {"prompt": [504] * 2049, "max_tokens": 1},
         {"prompt": "x", "max_tokens": -1},
@@ -146,7 +147,7 @@ def test_bad_requests_get_400_and_hurt_nobody(server: demo.Server) -> None:
     assert answer(server, "Say hello.")
 
 
-def test_rules_of_requests(server: demo.Server) -> None:
+def test_rules_of_requests(server: servers.Server) -> None:
     """Several at once, beside wrong ones and a free one."""
     messages = [{"role": "user", "content": "Which animal do you like?"}]
 
@@ -201,7 +202,7 @@ def test_rules_of_requests(server: demo.Server) -> None:
     assert "cad_context='Which plant' is not in the prompt" in json.dumps(replies[10][1])
 
 
-def test_a_strict_server_refuses_schemas_that_are_enforced_in_part(server: demo.Server) -> None:
+def test_a_strict_server_refuses_schemas_that_are_enforced_in_part(server: servers.Server) -> None:
     messages = [{"role": "user", "content": "How old is Ada, who was born 36 years ago?"}]
 
     def ask(schema: Any) -> tuple[int, Any]:
@@ -220,7 +221,7 @@ def test_a_strict_server_refuses_schemas_that_are_enforced_in_part(server: demo.
     assert json.loads(reply["choices"][0]["message"]["content"]).keys() == {"age"}
 
 
-def test_aborts_in_mid_stream(server: demo.Server) -> None:
+def test_aborts_in_mid_stream(server: servers.Server) -> None:
     prompt = "Count from one to one hundred in words."
     expected = answer(server, prompt)
     for _ in range(3):
@@ -235,7 +236,7 @@ def test_aborts_in_mid_stream(server: demo.Server) -> None:
     assert answer(server, prompt) == expected
 
 
-def test_many_clients_get_what_one_gets(server: demo.Server) -> None:
+def test_many_clients_get_what_one_gets(server: servers.Server) -> None:
     """Twelve at once on four places, three of them aborting, one under a grammar."""
     prompts = own_prompts()[:8]
     expected = [answer(server, prompt) for prompt in prompts]
@@ -273,14 +274,14 @@ def test_many_clients_get_what_one_gets(server: demo.Server) -> None:
 
 
 def test_a_bad_option_ends_start_up_before_the_model_is_loaded(model_dir: str) -> None:
-    bad = demo.Server("bad", model_dir, "float32", {**METHOD, "matrix_width": 0})
+    bad = servers.Server("bad", model_dir, "float32", {**METHOD, "matrix_width": 0})
     done = subprocess.run(bad.command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode != 0
     assert "matrix_width=0 is not allowed; allowed: integer, 1 to 32" in done.stderr + done.stdout
     assert "load model" not in done.stderr + done.stdout
 
 
-def test_a_bench_of_a_running_server(server: demo.Server, model_dir: str, tmp_path: Path) -> None:
+def test_a_bench_of_a_running_server(server: servers.Server, model_dir: str, tmp_path: Path) -> None:
     prompts, figures, page = tmp_path / "p.jsonl", tmp_path / "out.json", tmp_path / "out.html"
     prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in own_prompts()[:8]))
     command = (

@@ -64,9 +64,9 @@ def test_compiled_engine_is_lossless(llms: tuple[Any, Any], batch_size: int, eno
 
 def prefer_drafts(worker: Any) -> None:
     """The mutation: what is drawn is replaced by the first child."""
-    from vllm_ext import v1_sampler
+    from vllm_ext.engine.v1 import rejection_sampler
 
-    module: Any = v1_sampler
+    module: Any = rejection_sampler
     worker.honest_walk = honest = module.walk
 
     def walk(row_start: Any, tokens: Any, parents: Any, draw: Any) -> Any:
@@ -87,9 +87,9 @@ def prefer_drafts(worker: Any) -> None:
 
 
 def be_honest(worker: Any) -> None:
-    from vllm_ext import v1_sampler
+    from vllm_ext.engine.v1 import rejection_sampler
 
-    module: Any = v1_sampler
+    module: Any = rejection_sampler
     module.walk = worker.honest_walk
 
 

@@ -12,7 +12,8 @@ from conftest import SHUTDOWN_SECONDS, engine
 from helpers import assert_same_outputs, own_prompts
 from vllm import SamplingParams
 
-from vllm_ext import demo, local_server
+from vllm_ext.bench import local_server
+from vllm_ext.demo import servers
 
 pytestmark = pytest.mark.engine
 
@@ -73,13 +74,13 @@ def test_a_server_saves_when_it_is_terminated(slice_dir: str, tmp_path: Path) ->
     method = {**METHOD, "state_dir": str(tmp_path)}
     prompt = "Name three colours."
 
-    def serve() -> tuple[demo.Server, dict[str, float], str]:
-        server = demo.Server("tested", slice_dir, "float32", method)
+    def serve() -> tuple[servers.Server, dict[str, float], str]:
+        server = servers.Server("tested", slice_dir, "float32", method)
         with server:
             for _ in local_server.wait_until_ready([server]):
                 pass
             *_, answer = server.stream(prompt, 40)
-            assert isinstance(answer, demo.Answer)
+            assert isinstance(answer, servers.Answer)
             names = ("spec_steps", "state_loads")
             counted = {name: server.metric(f"vllm_ext:{name}_total") for name in names}
             in_flight = server.stream(prompt, 400)

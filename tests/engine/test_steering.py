@@ -42,7 +42,7 @@ RULES: dict[str, dict[str, Any]] = {
 @pytest.fixture(scope="module")
 def options(slice_dir: str, model_dir: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """The files of two rules are made of the first tokens' prompts, by commands."""
-    from vllm_ext.cli import app
+    from vllm_ext.cli.main import app
 
     folder = tmp_path_factory.mktemp("guides")
     answers = ["It is a small town by the sea.", "There are three of them.", "Nobody knows why."]
@@ -192,7 +192,7 @@ def test_cached_prefixes_that_the_companion_has_not_read(plain: Any, trees: Any)
 
 def mistake_rows(worker: Any) -> None:
     """The mutation: all rows of a walk read what stands beside the first."""
-    from vllm_ext.v1_beside import StepRows
+    from vllm_ext.engine.v1.aux_logits import StepRows
 
     kept: Any = StepRows
     kept.honest = StepRows.call
@@ -200,7 +200,7 @@ def mistake_rows(worker: Any) -> None:
 
 
 def mend_rows(worker: Any) -> None:
-    from vllm_ext.v1_beside import StepRows
+    from vllm_ext.engine.v1.aux_logits import StepRows
 
     kept: Any = StepRows
     kept.call = kept.honest
@@ -218,7 +218,7 @@ def test_rows_beside_the_wrong_ones_are_caught(trees: Any, expected: list[Any]) 
 
 def leave_twins(worker: Any) -> None:
     """The mutation: owners go on where their twins are not in the step."""
-    from vllm_ext.v1_twins import Twins
+    from vllm_ext.engine.v1.paired_rows import Twins
 
     kept: Any = Twins
     kept.honest = Twins.begin
@@ -232,7 +232,7 @@ def leave_twins(worker: Any) -> None:
 
 
 def mend_twins(worker: Any) -> None:
-    from vllm_ext.v1_twins import Twins
+    from vllm_ext.engine.v1.paired_rows import Twins
 
     kept: Any = Twins
     kept.begin = kept.honest

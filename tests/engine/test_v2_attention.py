@@ -21,9 +21,9 @@ def llms(v2_dir: str) -> Iterator[tuple[Any, ...]]:
     from vllm.v1.attention import selector
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-    from vllm_ext import v2_attention
+    from vllm_ext.engine.attention import v2_backends
 
-    v2_attention.register()
+    v2_backends.register()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
         patch.setattr(
@@ -41,7 +41,7 @@ def test_trees_in_triton(llms: tuple[Any, ...], drafts: str) -> None:
     """Found: of the host's trees the ancestors of the step before, which backends of CPUs do not read."""
     plain, trees = llms[0], llms[1 + (drafts == "host")]
     runner = trees.llm_engine.model_executor.driver_worker.worker.model_runner
-    assert runner.attn_groups[0][0].backend.__module__ == "vllm_ext.v2_attention_triton"
+    assert runner.attn_groups[0][0].backend.__module__ == "vllm_ext.engine.attention.triton_captured"
     assert runner.speculator.chain_reason is None
     kinds = [
         sampling(max_tokens=12),

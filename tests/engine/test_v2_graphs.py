@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from v2_requests import generate, prompts, sampling
 
-from vllm_ext import v1_attention
-from vllm_ext.v2_model_state import TreeState
+from vllm_ext.engine.attention import tree_backend
+from vllm_ext.engine.v2.model_state import TreeState
 
 pytestmark = [pytest.mark.v2, pytest.mark.quick]
 PARTS = ("first_row", "num_rows", "num_past", "context_len", "parents", "ancestor_bits", "row_start")
@@ -17,7 +17,7 @@ PARTS = ("first_row", "num_rows", "num_past", "context_len", "parents", "ancesto
 
 def addresses(metadata: dict[str, Any]) -> dict[str, int]:
     """Where the tensors of one layer's trees are."""
-    rows = getattr(next(iter(metadata.values())), v1_attention.TREES).rows
+    rows = getattr(next(iter(metadata.values())), tree_backend.TREES).rows
     return {name: getattr(rows, name).data_ptr() for name in PARTS}
 
 
@@ -46,7 +46,7 @@ def test_a_graph_reads_what_a_step_writes(v2_trees: Any, monkeypatch: pytest.Mon
     # Not of steps without drafts, nor of mixed ones, nor of graphs that attention is no part of.
     for requests, tokens, full in ((2, 2, True), (2, 9, True), (2, 14, False)):
         other = prepare(requests, tokens, full)
-        assert not hasattr(next(iter(other.values())), v1_attention.TREES)
+        assert not hasattr(next(iter(other.values())), tree_backend.TREES)
 
     seen: list[tuple[dict[str, int], int, list[int]]] = []
     honest = TreeState.prepare_attn
@@ -86,7 +86,7 @@ def test_a_graph_for_any_query_lengths(v2_host: Any, monkeypatch: pytest.MonkeyP
             full_cudagraph=True,
             max_query_len=7,
         )
-        trees = getattr(next(iter(state.attn_metadata.values())), v1_attention.TREES)
+        trees = getattr(next(iter(state.attn_metadata.values())), tree_backend.TREES)
         assert trees.stock is None
         assert (len(trees.rows.num_rows), len(trees.rows.parents), trees.rows.max_rows) == (
             requests,

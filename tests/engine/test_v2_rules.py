@@ -21,7 +21,7 @@ ANSWERS = ["the old sailor", "the old sailor goes home", "the young sailor", "a 
 @pytest.fixture(scope="module")
 def llms(v2_dir: str, v2_plain: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
     """Plain and with trees, both with rules."""
-    from vllm_ext.cli import app
+    from vllm_ext.cli.main import app
 
     folder = tmp_path_factory.mktemp("tries")
     (folder / "answers.txt").write_text("\n".join(ANSWERS))

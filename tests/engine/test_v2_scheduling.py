@@ -131,7 +131,7 @@ def test_the_goodput_budget(
     v2_dir: str, v2_plain: Any, method: dict[str, Any], scheduled_ahead: bool
 ) -> None:
     """Whatever it chooses, the tokens are the same; it has tried all sizes, and graphs would be captured for them."""
-    from vllm_ext import v2_scheduler
+    from vllm_ext.engine.v2 import scheduler as v2_scheduler
 
     make = make_ahead if scheduled_ahead else v2_engine
     llm = make(v2_dir, {**method, "budget": "goodput"})

@@ -22,6 +22,7 @@ from v2_requests import counters, generate, prompts, sampling
 
 pytestmark = pytest.mark.v2
 ROOT = Path(__file__).parents[2]
+ENGINE = ROOT / "vllm_ext" / "engine"
 OURS = tuple(str(ROOT / name) for name in ("vllm_ext", "kernels", "proposers", "tests"))
 
 METHODS = (
@@ -50,12 +51,12 @@ OPERATORS = (
 
 # The step, by file; each of these is trapped from outside, what it calls with it.
 STEPS = {
-    "vllm_ext.v2_model_state": ("TreeState.preprocess_state",),
-    "vllm_ext.v2_sampler": ("LearningSampler.__call__", "TreeVerifier.__call__"),
-    "vllm_ext.v2_runner": ("SpeculativeRunner._settle",),
-    "vllm_ext.v2_speculator": ("TreeSpeculator.admit",),
-    "vllm_ext.v2_device_speculator": ("DeviceSpeculator.propose",),
-    "vllm_ext.v2_host_speculator": ("HostSpeculator.propose",),
+    "vllm_ext.engine.v2.model_state": ("TreeState.preprocess_state",),
+    "vllm_ext.engine.v2.rejection_sampler": ("LearningSampler.__call__", "TreeVerifier.__call__"),
+    "vllm_ext.engine.v2.model_runner": ("SpeculativeRunner._settle",),
+    "vllm_ext.engine.v2.speculator": ("TreeSpeculator.admit",),
+    "vllm_ext.engine.v2.device_speculator": ("DeviceSpeculator.propose",),
+    "vllm_ext.engine.v2.host_speculator": ("HostSpeculator.propose",),
 }
 
 
@@ -111,7 +112,7 @@ def trapped(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
     from triton.runtime.interpreter import GridExecutor
 
-    from vllm_ext import v2_runner
+    from vllm_ext.engine.v2 import model_runner
 
     for name in (*METHODS, "to"):
         original = getattr(torch.Tensor, name)
@@ -144,7 +145,7 @@ def trapped(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
             method = name.partition(".")[2]
             monkeypatch.setattr(cls, method, _within(1)(getattr(cls, method)))
     monkeypatch.setattr(GridExecutor, "__call__", _within(0)(GridExecutor.__call__))
-    settle: Any = v2_runner.SpeculativeRunner._settle
+    settle: Any = model_runner.SpeculativeRunner._settle
 
     def with_free_movers(self: Any, *args: Any) -> None:
         movers, self.kv_movers = self.kv_movers, tuple((g, _within(0)(move)) for g, move in self.kv_movers)
@@ -153,7 +154,7 @@ def trapped(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         finally:
             self.kv_movers = movers
 
-    monkeypatch.setattr(v2_runner.SpeculativeRunner, "_settle", with_free_movers)
+    monkeypatch.setattr(model_runner.SpeculativeRunner, "_settle", with_free_movers)
     with _NoSync():  # type: ignore[no-untyped-call]
         yield
     _waits.clear()
@@ -194,11 +195,11 @@ def test_drafts_of_the_host_wait_once_a_step(
 @pytest.mark.parametrize(
     ("module", "name", "waits"),
     [
-        ("vllm_ext.v2_sampler", "walk", lambda *a: a[5].max().item()),
+        ("vllm_ext.engine.v2.rejection_sampler", "walk", lambda *a: a[5].max().item()),
         ("vllm_ext.proposers.token_recycling_device", "grow", lambda *a: bool((a[3] > 0).all())),
-        ("vllm_ext.v2_speculator", "lay_out", lambda *a: a[4][a[4] > 3]),
-        ("vllm_ext.v2_sampler", "walk", lambda *a: a[5].to("cpu")),
-        ("vllm_ext.v2_sampler", "walk", lambda *a: a[5].__setitem__(a[5].long() * 0, 7)),
+        ("vllm_ext.engine.v2.speculator", "lay_out", lambda *a: a[4][a[4] > 3]),
+        ("vllm_ext.engine.v2.rejection_sampler", "walk", lambda *a: a[5].to("cpu")),
+        ("vllm_ext.engine.v2.rejection_sampler", "walk", lambda *a: a[5].__setitem__(a[5].long() * 0, 7)),
     ],
     ids=["item", "bool", "mask", "copy", "number"],
 )
@@ -221,8 +222,8 @@ def test_the_trap_finds_what_waits(
 
 FILES = (
     # Rules read their requests' tokens on the host, and wait for these.
-    *(file for file in sorted((ROOT / "vllm_ext").glob("v2_*.py")) if file.name != "v2_rules.py"),
-    ROOT / "vllm_ext/tree_rows.py",
+    *(file for file in sorted(ENGINE.glob("v2/*.py")) if file.name not in ("logits_processor.py", "host_drafter.py")),
+    *sorted(ENGINE.glob("attention/*_captured.py")),
     ROOT / "proposers/token_recycling_device.py",
     *(ROOT / "kernels" / name for name in ("device_trees.py", "device_trees_triton.py")),
     *(

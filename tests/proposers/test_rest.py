@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_ext import config
+from vllm_ext.config import speculative
 from vllm_ext.kernels import suffix_array_ref as ref
 from vllm_ext.kernels.suffix_array import find
 from vllm_ext.proposers import calibration
@@ -295,17 +295,17 @@ def test_warm_up_leaves_no_trace() -> None:
 
 def test_options(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"datastore is missing, and required: folder of the store"):
-        config.parse({"method": "rest"})
+        speculative.parse({"method": "rest"})
     with pytest.raises(ValueError, match=r"max_match=65 is not allowed; allowed: integer, 1 to 64"):
-        config.parse({"method": "rest", "datastore": "x", "max_match": 65})
+        speculative.parse({"method": "rest", "datastore": "x", "max_match": 65})
     for lengths in ({"min_match": 5, "max_match": 4}, {"max_match": 1}):
         most = lengths["max_match"]
         with pytest.raises(ValueError, match=rf"min_match={most + 1}: it must be at most max_match={most}"):
-            config.parse({"method": "rest", "datastore": "x", **lengths})
+            speculative.parse({"method": "rest", "datastore": "x", **lengths})
     assert RestOptions.model_validate({"datastore": "x", "min_match": 16}).min_match == 16
-    rows = {row[0]: row[1] for row in config.option_rows(RestOptions)}
+    rows = {row[0]: row[1] for row in speculative.option_rows(RestOptions)}
     assert rows["datastore"] == "required"
     assert rows["max_match"] == "16"
-    missing = config.parse({"method": "rest", "datastore": str(tmp_path)})
+    missing = speculative.parse({"method": "rest", "datastore": str(tmp_path)})
     with pytest.raises(ValueError, match=r"there is no store.*vllm-ext datastore build"):
         missing.proposer_class.from_options(missing.options, VOCAB)

@@ -1,0 +1,199 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a server keeps its KV cache: ``additional_config["vllm_ext"]["kv"]``, and what does not go with it.
+
+Nothing of vLLM's but the names of some fields of its configuration; `encoded_cache` is the adapter.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import ValidationError
+
+from vllm_ext.codecs.base import CodecOptions, KVCodec
+from vllm_ext.codecs.registry import load_codec
+from vllm_ext.config import speculative
+from vllm_ext.proposers.draft_model import PassOptions
+from vllm_ext.samplers.messages import quoted
+
+FIELD = f'{speculative.FIELD}["{speculative.KV}"]'
+
+
+@dataclass(frozen=True)
+class KVSettings:
+    """The validated choice of a server."""
+
+    method: str
+    options: CodecOptions
+
+    def to_additional_config(self) -> dict[str, Any]:
+        """What travels to the workers."""
+        return {"method": self.method, **self.options.model_dump()}
+
+    @property
+    def block_size(self) -> int:
+        """Of the cache, where the user has not said."""
+        return load_codec(self.method).BLOCK_SIZE
+
+    @property
+    def caches_prefixes(self) -> bool:
+        """See `KVCodec.CACHES_PREFIXES`."""
+        return load_codec(self.method).CACHES_PREFIXES
+
+    @property
+    def answers_read_less(self) -> bool:
+        """See `KVCodec.ANSWERS_READ_LESS`."""
+        return load_codec(self.method).ANSWERS_READ_LESS
+
+    @functools.lru_cache(maxsize=8)  # noqa: B019  # a server has one of these
+    def codec(self, block_size: int, head_size: int) -> KVCodec:
+        """For blocks and heads of these sizes.
+
+        Raises:
+            ValueError: they do not go with the options.
+        """
+        return load_codec(self.method)(self.options, block_size, head_size)
+
+    def __str__(self) -> str:
+        options = ", ".join(f"{key}={value!r}" for key, value in self.options.model_dump().items())
+        return f"{self.method} ({options})"
+
+
+def parse(given: Any) -> KVSettings:
+    """Validate what the user wrote.
+
+    Raises:
+        ValueError: the message names the field, the value, what is allowed and the way out.
+    """
+    if not isinstance(given, Mapping) or "method" not in given:
+        raise ValueError(
+            f"{FIELD}={quoted(given)} is not allowed; allowed: an object with a method, "
+            '{"method": "kivi", "bits": 4} say'
+        )
+    options = {key: value for key, value in given.items() if key != "method"}
+    try:
+        codec = load_codec(given["method"])
+    except ValueError as error:
+        raise ValueError(f"{FIELD}: {error}") from None
+    try:
+        return KVSettings(given["method"], codec.Options.model_validate(options))
+    except ValidationError as error:
+        explained = speculative.explain(codec.Options, error, f"Options of {given['method']}")
+        raise ValueError(
+            f"{FIELD}: method {given['method']!r}: {explained} Correct or remove it in --additional-config."
+        ) from None
+
+
+def from_config(carrier: Any) -> KVSettings | None:
+    """The settings in the ``additional_config`` of a VllmConfig or of EngineArgs; None where there are none."""
+    ours = speculative.ours(carrier)
+    return parse(ours[speculative.KV]) if speculative.KV in ours else None
+
+
+def check_engine_args(
+    args: Any, kv: KVSettings, companion: bool, settings: speculative.Settings | None
+) -> None:
+    """Refuse options that an encoded cache does not work with, before vLLM looks at the model.
+
+    Args:
+        args: vLLM's EngineArgs.
+        kv: of the cache.
+        companion: whether a sampling rule reads a second model.
+        settings: the method of ours that drafts, if one does.
+
+    Raises:
+        ValueError: naming the option, its value and the way out.
+    """
+    import vllm.envs as envs
+    from vllm.platforms import current_platform
+
+    method = (args.speculative_config or {}).get("method")
+    refusals = (
+        (
+            not current_platform.is_cpu(),
+            f"the platform {current_platform.device_type!r}",
+            "there are kernels for CPUs alone",
+        ),
+        (
+            bool(args.speculative_config) and settings is None,
+            f"speculative_config.method={method!r}",
+            "vLLM's own drafts may go over the end of a block. Use one of vllm-ext's, token_recycling say",
+        ),
+        (
+            settings is not None and isinstance(settings.options, PassOptions),
+            f"speculative_config.method={method!r}",
+            "what drafts with a model, or with the target's layers, does not read an encoded cache. Use another, "
+            "token_recycling say",
+        ),
+        (
+            companion,
+            "a sampling rule with a second model",
+            "its KV is not encoded; leave one of them out",
+        ),
+        (
+            args.enable_prefix_caching is True and not kv.caches_prefixes,
+            "enable_prefix_caching=True",
+            f"method {kv.method!r} changes blocks that are full. Leave it out, or take another method",
+        ),
+        (
+            args.kv_cache_dtype != "auto",
+            f"kv_cache_dtype={args.kv_cache_dtype!r}",
+            "must be 'auto': the cache has a form of its own",
+        ),
+        (
+            args.kv_transfer_config is not None,
+            "kv_transfer_config",
+            "must be unset: a connector does not know which blocks hold tokens as they are",
+        ),
+        (
+            args.decode_context_parallel_size > 1,
+            f"decode_context_parallel_size={args.decode_context_parallel_size}",
+            "must be 1: a block has all its tokens on one rank",
+        ),
+        (
+            kv.answers_read_less and args.scheduler_cls is not None,
+            f"scheduler_cls={args.scheduler_cls!r}",
+            f"must be unset: method {kv.method!r} brings its own, which frees blocks that are read no more",
+        ),
+        (
+            kv.answers_read_less and args.pipeline_parallel_size > 1,
+            f"pipeline_parallel_size={args.pipeline_parallel_size}",
+            f"must be 1: method {kv.method!r} chooses blocks by what all layers attend to",
+        ),
+        (
+            args.worker_cls != "auto",
+            f"worker_cls={args.worker_cls!r}",
+            "must be 'auto': the cache is set up by a worker class of its own",
+        ),
+        (bool(envs.VLLM_USE_V2_MODEL_RUNNER), "VLLM_USE_V2_MODEL_RUNNER=1", "must be unset or 0"),
+    )
+    for refused, what, rule in refusals:
+        if refused:
+            raise ValueError(f"{FIELD} does not work with {what}: {rule}.")
+
+
+def check_vllm_config(vllm_config: Any, settings: KVSettings) -> None:
+    """What only the finished configuration tells.
+
+    Raises:
+        ValueError: the model's heads, or its kind, do not go with the settings.
+    """
+    model, block_size = vllm_config.model_config, vllm_config.cache_config.block_size
+    problems = {
+        "a model with latent attention (MLA)": model.use_mla,
+        "an encoder-decoder model": model.is_encoder_decoder,
+        "a model with state-space layers": model.is_hybrid,
+        "a pooling model": model.runner_type == "pooling",
+    }
+    if problem := next((what for what, present in problems.items() if present), None):
+        raise ValueError(f"{FIELD} does not work with {problem}: {model.model!r}. Remove it.")
+    try:
+        settings.codec(block_size, model.get_head_size())
+    except ValueError as error:
+        raise ValueError(
+            f"{FIELD}: {error}. Set it there, or the block size by --block-size; {model.model!r} has heads of "
+            f"{model.get_head_size()}."
+        ) from None

@@ -1,0 +1,230 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Options of the engine that our methods and rules do not work with: refused at start-up, with the way out."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vllm_ext.config.rules import RuleSettings
+    from vllm_ext.config.runners import Choice
+
+
+def check_engine_args(args: Any, method: str) -> None:
+    """Refuse options our methods do not work with, before vLLM looks at the model.
+
+    Raises:
+        ValueError: naming the option, its value and the way out.
+    """
+    refusals = (
+        (
+            args.pipeline_parallel_size > 1,
+            f"pipeline_parallel_size={args.pipeline_parallel_size}",
+            "must be 1: only the last stage sees the logits that drafts are made of. Use tensor parallelism.",
+        ),
+        (
+            args.kv_transfer_config is not None,
+            "kv_transfer_config",
+            "must be unset: a connector saves KV rows of drafts before they are verified.",
+        ),
+        (
+            args.worker_cls != "auto",
+            f"worker_cls={args.worker_cls!r}",
+            "must be 'auto': the method installs its own worker class.",
+        ),
+    )
+    for refused, what, rule in refusals:
+        if refused:
+            raise ValueError(_refusal(method, what, rule))
+
+
+def check_runner(args: Any, method: str, choice: Choice) -> None:
+    """Refuse what the V1 runner cannot do, where the method runs on that.
+
+    Raises:
+        ValueError: naming the option, its value and the way out.
+    """
+    import vllm.envs as envs
+
+    if choice.runner == "V2":
+        return
+    refusals = (
+        (
+            args.async_scheduling is True,
+            "async_scheduling=True",
+            "must be unset or False: drafts are made on the host from the tokens of the step before.",
+        ),
+        (
+            bool(envs.VLLM_USE_V2_MODEL_RUNNER),
+            "VLLM_USE_V2_MODEL_RUNNER=1",
+            f"must be unset or 0: the method runs on vLLM's V1 model runner ({choice.reason}).",
+        ),
+        (
+            args.watermark_config is not None,
+            "watermark_config",
+            f"must be unset: it needs the V2 model runner, and the method runs on V1 ({choice.reason}).",
+        ),
+    )
+    for refused, what, rule in refusals:
+        if refused:
+            raise ValueError(_refusal(method, what, rule))
+
+
+def check_rules(args: Any) -> None:
+    """Refuse options that sampling rules do not work with where none of our methods runs.
+
+    Raises:
+        ValueError: naming the option, its value and the way out.
+    """
+    if args.speculative_config:
+        raise ValueError(
+            f"sampling rules do not work with speculative_config.method={args.speculative_config.get('method')!r}: "
+            "vLLM's own methods sample without logits processors. Use one of vllm-ext's (`vllm-ext methods`), or none."
+        )
+
+
+def check_rules_runner(ruled: RuleSettings, on_v2: bool) -> None:
+    """Refuse rules that vLLM's V2 runner has no place for, where that runs.
+
+    Raises:
+        ValueError: naming the rules and the way out.
+    """
+    if on_v2 and ruled.need_v1:
+        raise ValueError(
+            f"sampling rules {', '.join(map(repr, ruled.need_v1))} do not work with vLLM's V2 model runner yet: set "
+            "VLLM_USE_V2_MODEL_RUNNER=0."
+        )
+
+
+def check_rules_classes(args: Any, ruled: RuleSettings) -> None:
+    """Refuse classes of the user's own where rules bring theirs.
+
+    Raises:
+        ValueError: naming the option, its value and the way out.
+    """
+    refusals = (
+        (
+            (ruled.reports or ruled.learns or ruled.steers) and args.worker_cls != "auto",
+            "worker_cls",
+            "'auto'",
+        ),
+        (ruled.schedules and args.scheduler_cls is not None, "scheduler_cls", "unset"),
+        (ruled.schedules and args.async_scheduling is True, "async_scheduling", "unset or False"),
+    )
+    for refused, option, rule in refusals:
+        if refused:
+            names = ", ".join(map(repr, ruled.options))
+            raise ValueError(
+                f"sampling rules {names} do not work with {option}={getattr(args, option)!r}: it must be {rule}, as "
+                "what a rule learns, reports or reads goes through classes of its own. Remove that option, or the rule."
+            )
+
+
+def check_rules_config(vllm_config: Any, ruled: RuleSettings, on_v2: bool) -> None:
+    """Refuse for sampling rules what only the finished config tells.
+
+    Raises:
+        ValueError: naming the field, its value and the way out.
+    """
+    from vllm.tokenizers import cached_tokenizer_from_config
+
+    model = vllm_config.model_config
+    if vllm_config.use_v2_model_runner != on_v2:
+        raise ValueError(
+            f"sampling rules are ready for vLLM's {'V2' if on_v2 else 'V1'} model runner, and it runs the other: set "
+            "VLLM_USE_V2_MODEL_RUNNER=0."
+        )
+    if model.runner_type != "generate":
+        raise ValueError(
+            f"sampling rules do not work with runner={model.runner_type!r}: it must be 'generate'. Remove the rules."
+        )
+    if model.skip_tokenizer_init or cached_tokenizer_from_config(model).eos_token_id is None:
+        raise ValueError(
+            f"sampling rules do not work with model {model.model!r}: it has no tokenizer with an end token "
+            "(eos_token). Choose another model or tokenizer, leave out --skip-tokenizer-init, or remove the rules."
+        )
+    if ruled.adds_requests and vllm_config.scheduler_config.max_num_seqs < 2:
+        raise ValueError(
+            f"sampling rule {ruled.adds_requests[0]!r} does not work with max_num_seqs=1: it must be 2 at least, as it "
+            "adds requests that run beside those it is for. Raise it, or remove the rule."
+        )
+    if ruled.adds_requests and vllm_config.kv_transfer_config is not None:
+        raise ValueError(
+            f"sampling rule {ruled.adds_requests[0]!r} does not work with a KV connector (kv_transfer_config or KV "
+            "offloading): it must be unset, as the requests it adds have no other side. Leave it out, or remove the "
+            "rule."
+        )
+    stages = vllm_config.parallel_config.pipeline_parallel_size
+    if ruled.steers and stages > 1:
+        raise ValueError(
+            f"sampling rules that steer do not work with pipeline_parallel_size={stages}: it must be 1, as they read "
+            "all layers, and a second model, where tokens are sampled. Use tensor parallelism, or remove the rules."
+        )
+
+
+def check_scheduler(args: Any, method: str) -> None:
+    """Refuse a scheduler of the user's own next to a draft model, which needs slots that vLLM's does not reserve.
+
+    Raises:
+        ValueError: naming the option, its value and the way out.
+    """
+    if args.scheduler_cls is not None:
+        raise ValueError(
+            _refusal(method, f"scheduler_cls={args.scheduler_cls!r}", "must be unset: it brings its own.")
+        )
+
+
+def check_vllm_config(vllm_config: Any, method: str, choice: Choice) -> None:
+    """Refuse what only the finished config tells (offloading turns into a connector, a model into a pooler).
+
+    Raises:
+        ValueError: naming the field, its value and the way out.
+    """
+    from vllm.platforms import current_platform
+
+    if vllm_config.kv_transfer_config is not None:
+        raise ValueError(
+            _refusal(method, "a KV connector (kv_transfer_config or KV offloading)", "must be unset.")
+        )
+    if vllm_config.use_v2_model_runner != (choice.runner == "V2"):
+        raise ValueError(
+            _refusal(
+                method,
+                "this configuration",
+                f"was made for the {choice.runner} model runner ({choice.reason}), and vLLM runs the other one. Set "
+                "VLLM_USE_V2_MODEL_RUNNER=0.",
+            )
+        )
+    if choice.runner == "V2" and vllm_config.watermark_config is not None:
+        raise ValueError(_refusal(method, "watermark_config", "must be unset: it has a sampler of its own."))
+    if vllm_config.model_config.runner_type != "generate":
+        raise ValueError(
+            _refusal(
+                method,
+                f"runner={vllm_config.model_config.runner_type!r}",
+                "must be 'generate': a pooling model decodes nothing.",
+            )
+        )
+    if vllm_config.model_config.is_hybrid or vllm_config.model_config.is_attention_free:
+        raise ValueError(
+            _refusal(
+                method,
+                f"model {vllm_config.model_config.model!r}",
+                "has recurrent (Mamba-like) layers, whose state vLLM cannot take back for this method.",
+            )
+        )
+    if vllm_config.parallel_config.use_ubatching:
+        raise ValueError(
+            _refusal(method, "microbatching (--enable-dbo)", "must be off: it splits a step's trees.")
+        )
+    if not (current_platform.is_cpu() or current_platform.is_cuda_alike()):
+        raise ValueError(
+            _refusal(method, f"platform {current_platform.device_name!r}", "must be CPU, CUDA or ROCm.")
+        )
+
+
+def _refusal(method: str, what: str, rule: str) -> str:
+    return (
+        f"speculative method {method!r} does not work with {what}: it {rule} "
+        f"Change it, or remove the method from --speculative-config."
+    )

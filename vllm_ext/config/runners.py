@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which of vLLM's two model runners a method of ours runs on, and why.
+
+vLLM's own choice is V2 wherever there is Triton; its way for a drafter of the user's own leads back to V1, without
+asynchronous scheduling. What drafts without a model goes the other way: on the device, where nothing waits for
+anything, or on the host, which waits for each step's tokens. Methods that draft with a model, and features that V2's
+form does not have yet, run on V1 as before: the same output, and the reason is logged.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from vllm_ext.config.rules import RuleSettings
+    from vllm_ext.config.speculative import Settings
+
+# Methods with a form that drafts on the device; `hybrid` by default, with other drafters or a state_dir on the host.
+ON_DEVICE = ("token_recycling", "hybrid")
+# Methods that draft on the host, without a model.
+ON_HOST = ("suffix_tree", "stand", "aded", "input_copy", "rest")
+# What these cost; for the log and `vllm-ext doctor`.
+WAITS = (
+    "drafts made on the host, which waits for each step's tokens: async scheduling stays on, but loses its overlap. "
+    "token_recycling drafts on the device and keeps it"
+)
+
+
+# What the device's form of `hybrid` is made of.
+DEVICE_DRAFTERS = {"token_recycling", "suffix_tree"}
+
+
+def is_on_device(settings: Settings) -> bool:
+    """Whether a method drafts on the device on V2, and not on the host."""
+    if settings.method == "hybrid":
+        if settings.options.state_dir is not None:
+            return False  # what is learnt on the device is not saved yet
+        drafters = settings.options.drafters  # type: ignore[attr-defined]
+        return all(isinstance(drafter, str) for drafter in drafters) and set(drafters) == DEVICE_DRAFTERS
+    return settings.method in ON_DEVICE
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The runner of one engine."""
+
+    runner: Literal["V1", "V2"]
+    reason: str
+
+
+def vllms_own() -> Choice:
+    """What vLLM runs without our methods: by its environment variable, or by what it finds."""
+    import vllm.envs as envs
+
+    forced = envs.VLLM_USE_V2_MODEL_RUNNER
+    if not _has_triton():
+        return Choice("V1", "V2 needs Triton, which finds no driver for this platform")
+    if forced is not None:
+        return Choice("V2" if forced else "V1", f"VLLM_USE_V2_MODEL_RUNNER={int(forced)}")
+    return Choice("V2", "vLLM's default where there is Triton")
+
+
+def choose(args: Any, settings: Settings, ruled: RuleSettings | None, *, encoded_kv: bool) -> Choice:
+    """The runner for a method.
+
+    Args:
+        args: the engine's ``EngineArgs``.
+        settings: the method and its options.
+        ruled: sampling rules that go with it.
+        encoded_kv: the KV cache is encoded.
+    """
+    own = vllms_own()
+    if own.runner == "V1":
+        return own
+    options = settings.options
+    need_v1 = [] if ruled is None else ruled.need_v1
+    reasons = (
+        (
+            settings.method not in (*ON_DEVICE, *ON_HOST),
+            f"method {settings.method!r} drafts with a model",
+        ),
+        (bool(need_v1), f"sampling rules {need_v1} go with it"),
+        (encoded_kv, "the KV cache is encoded"),
+        (
+            options.state_dir is not None and is_on_device(settings),
+            "state_dir: what is learnt on the device is not saved yet",
+        ),
+        (args.scheduler_cls is not None, "scheduler_cls is set"),
+        (_has_v1_processors(args), "a logits processor has the V1 runner's interface"),
+        (bool(args.enable_lora), "LoRA is on"),
+        (getattr(args, "enable_batch_sharded_sampling", False), "enable_batch_sharded_sampling is on"),
+    )
+    for there, reason in reasons:
+        if there:
+            return Choice("V1", reason)
+    return Choice("V2", own.reason)
+
+
+def _has_triton() -> bool:
+    from vllm.triton_utils import HAS_TRITON
+
+    return bool(HAS_TRITON)
+
+
+def _has_v1_processors(args: Any) -> bool:
+    """Whether V2 would refuse what the user has named, or another package has registered."""
+    from vllm.v1.worker.gpu.sample.logits_processor import loader
+
+    try:
+        loader._load_v2_logitsprocs(args.logits_processors)
+    except ValueError:
+        return True
+    return False

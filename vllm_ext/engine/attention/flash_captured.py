@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's FlashAttention backend, and trees whose rows lie in buffers that stay."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
+
+from vllm.v1.attention.backend import AttentionCGSupport
+from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend, FlashAttentionMetadataBuilder
+
+from vllm_ext.engine.attention import flash
+from vllm_ext.engine.attention.triton_captured import TreeTritonAttentionImpl
+from vllm_ext.engine.tree_layers import takes_trees
+from vllm_ext.engine.v2.speculator import BACKEND
+from vllm_ext.kernels.backends import Backend
+
+
+class TreeFlashAttentionImpl(flash.TreeFlashAttentionImpl):
+    """V1's, that moves keys and values of all layers at once."""
+
+    backend: ClassVar[Backend] = BACKEND
+
+    @classmethod
+    def path_mover(cls, layers: Sequence[Any]) -> Callable[..., None]:
+        """See `TreeTritonAttentionImpl.path_mover`."""
+        return TreeTritonAttentionImpl.path_mover(layers)
+
+
+class TreeFlashAttentionMetadataBuilder(FlashAttentionMetadataBuilder):  # type: ignore[misc]
+    """In CUDA graphs where all requests have as many rows: of mixed steps a graph would not see which have trees.
+
+    Or where all have trees, if of a root alone: see `vllm_ext.engine.v2.shares`.
+    """
+
+    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
+
+    @classmethod
+    def get_varlen_cudagraph_max_query_len(cls, vllm_config: Any, kv_cache_spec: Any) -> int:
+        """Rows of the largest tree; vLLM asks where `TreeSpeculator.enable_adaptive_verification`."""
+        nodes: int = vllm_config.num_speculative_tokens
+        return 1 + nodes
+
+
+@takes_trees
+class TreeFlashAttentionBackend(FlashAttentionBackend):  # type: ignore[misc]
+    """vLLM's backend with the two above."""
+
+    @staticmethod
+    def get_impl_cls() -> type[Any]:
+        """See vLLM's ``AttentionBackend``."""
+        return TreeFlashAttentionImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[Any]:
+        """See vLLM's ``AttentionBackend``."""
+        return TreeFlashAttentionMetadataBuilder

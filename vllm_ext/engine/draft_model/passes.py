@@ -1,0 +1,236 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Forward passes over the nodes of growing draft trees, in vLLM's V1 worker: what draft models have in common.
+
+A tree grows behind a request's tokens. The keys and values of its nodes lie in slots that the scheduler reserves
+(`scheduler`), in the order in which the nodes were asked for; each sees the tokens before the tree, its ancestors
+and itself.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from vllm.forward_context import set_forward_context
+
+from vllm_ext.engine import tree_layers
+from vllm_ext.engine.attention import tree_backend
+from vllm_ext.kernels.top_k import MAX_K, top_k_ids
+from vllm_ext.kernels.tree_attention import TreeRows
+from vllm_ext.proposers.draft_model import Rows
+from vllm_ext.proposers.tree import DraftTree, Int32
+
+
+@dataclass(slots=True)
+class Growth:
+    """One request's tree while it grows."""
+
+    slot: int  # batch index
+    context: int  # tokens before the first node
+    parents: list[int] = field(default_factory=list)  # an earlier node, or -1
+    tokens: list[int] = field(default_factory=list)
+    depths: list[int] = field(default_factory=list)
+
+
+class Pass(NamedTuple):
+    """What one took."""
+
+    seconds: float
+    rows: int
+    num_requests: int
+    reads: bool = False  # more tokens of a request than steps commit: a prompt's
+
+
+class DraftPasses(ABC):
+    """A model that drafts, its place in the caches, and its passes. See `vllm_ext.proposers.draft_model.DraftModel`.
+
+    Args:
+        vllm_config: the target's.
+        what: how errors name the model.
+    """
+
+    what_next: str  # what an error says of layers that do not fit
+
+    def __init__(self, vllm_config: Any, what: str) -> None:
+        self._target_config, self._what = vllm_config, what
+        self.config: Any = vllm_config  # vLLM's, of the model that drafts
+        self.layers: list[str] = []  # names of the attention layers it runs
+        self.own_layers: list[str] = []  # those of them that are not the target's
+        self._runner: Any = None
+        self._groups: list[tuple[Any, list[str]]] = []  # attention groups with its layers, and these
+        self._group_id = 0
+        self._growth: dict[str, Growth] = {}
+        self._vocab_size: int = vllm_config.model_config.get_vocab_size()
+        self.passes: list[Pass] = []  # since `advance`
+
+    @abstractmethod
+    def load(self, target: Any) -> None:
+        """Make it; ``target`` is vLLM's model, loaded."""
+
+    def bind(self, runner: Any) -> None:
+        """After vLLM has bound the caches.
+
+        Raises:
+            ValueError: its layers cannot attend over trees, or lie in several groups of caches.
+        """
+        self._runner = runner
+        context = self._target_config.compilation_config.static_forward_context
+        for name in self.layers:
+            if problem := tree_layers.layer_problem(name, context[name], self._target_config):
+                raise ValueError(f"{self._what}: {problem}. {self.what_next}")
+        found = [
+            (group_id, group, names)
+            for group_id, groups in enumerate(runner.attn_groups)
+            for group in groups
+            if (names := [name for name in group.layer_names if name in self.layers])
+        ]
+        if len({group_id for group_id, _, _ in found}) != 1:
+            raise ValueError(
+                f"{self._what}: its layers need several KV cache groups, where all must have full attention. "
+                f"{self.what_next}"
+            )
+        self._group_id = found[0][0]
+        self._groups = [(group, names) for _, group, names in found]
+        tree_backend.warm_up(context[self.layers[0]])
+
+    def begin_step(self, scheduler_output: Any) -> None:
+        """Before the target's step."""
+
+    def unread(self, request_ids: Sequence[str], num_tokens: Sequence[int]) -> list[int]:
+        """Of requests with so many tokens those whose KV is not there: of a model with the target's caches, none."""
+        return [1] * len(request_ids)
+
+    def forget(self, request_id: str) -> None:
+        """A request is gone."""
+        self._growth.pop(request_id, None)
+
+    @abstractmethod
+    def advance(self, num_tokens: Sequence[int], drafting: set[str]) -> None:
+        """After the target's step: what was drafted before is of no use any more.
+
+        Args:
+            num_tokens: by batch index, tokens that are known.
+            drafting: requests that are drafted for.
+        """
+
+    @abstractmethod
+    def roots(self, request_ids: Sequence[str]) -> Rows:
+        """See `DraftModel`."""
+
+    def nodes(self, request_ids: Sequence[str], parents: Sequence[int], tokens: Sequence[int]) -> Rows:
+        """See `DraftModel`."""
+        started = time.perf_counter()
+        hidden = self._grow(request_ids, parents, tokens)
+        found = self._distributions(hidden)
+        self._timed(started, request_ids)
+        return found
+
+    def settle(self, request_ids: Sequence[str], trees: Sequence[DraftTree]) -> None:
+        """These are the trees that the target will verify, those without nodes left out."""
+
+    def _timed(self, started: float, request_ids: Sequence[str]) -> None:
+        self.passes.append(Pass(time.perf_counter() - started, len(request_ids), len(set(request_ids))))
+
+    def _grow(self, request_ids: Sequence[str], parents: Sequence[int], tokens: Sequence[int]) -> Any:
+        """Add nodes, those of a request next to each other, and run the model over them: ``[num_nodes, hidden]``."""
+        growing: dict[str, int] = {}  # by request, its nodes before this pass
+        owners: list[Growth] = []
+        places: list[int] = []
+        for request_id, parent, token in zip(request_ids, parents, tokens, strict=True):
+            growth = self._growth[request_id]
+            growing.setdefault(request_id, len(growth.parents))
+            owners.append(growth)
+            places.append(growth.context + len(growth.parents))
+            growth.depths.append(growth.depths[parent] + 1 if parent >= 0 else 0)
+            growth.parents.append(parent)
+            growth.tokens.append(token)
+        requests = [self._growth[request_id] for request_id in growing]
+        past = np.array(list(growing.values()), np.int32)
+        rows = np.array([len(growth.parents) for growth in requests], np.int32)
+        positions = np.array(
+            [
+                growth.context + depth
+                for growth, before in zip(requests, growing.values(), strict=True)
+                for depth in growth.depths[before:]
+            ],
+            np.int32,
+        )
+        kv_slots = self._kv_slots(np.array([growth.slot for growth in owners]), np.array(places, np.int32))
+        trees = TreeRows(
+            block_table=self._block_table(np.array([growth.slot for growth in requests])),
+            first_row=self._to(np.cumsum([0, *(rows - past)[:-1]]).astype(np.int32)),
+            num_rows=self._to(rows),
+            num_past=self._to(past),
+            context_len=self._to(np.array([growth.context for growth in requests], np.int32)),
+            parents=self._to(np.concatenate([np.array(growth.parents, np.int32) for growth in requests])),
+            max_rows=int(rows.max()),
+        )
+        metadata = SimpleNamespace(**{tree_backend.TREES: tree_backend.TreeMetadata(trees, None, None)})
+        return self._forward(
+            np.array(tokens, np.int32), positions, kv_slots, dict.fromkeys(self.layers, metadata)
+        )
+
+    def _forward(self, tokens: Int32, positions: Int32, kv_slots: torch.Tensor | None, metadata: Any) -> Any:
+        """``[num_rows, hidden]``, what the head wants; without slots and metadata nothing is written or attended."""
+        with self._context(len(tokens), kv_slots, metadata):
+            return self._run(self._to(tokens.astype(np.int32)), self._to(positions.astype(np.int64)))
+
+    @contextmanager
+    def _context(self, num_rows: int, kv_slots: torch.Tensor | None, metadata: Any) -> Iterator[None]:
+        slot_mapping = dict.fromkeys(self.layers, kv_slots) if kv_slots is not None else {}
+        with (
+            torch.inference_mode(),
+            set_forward_context(metadata, self.config, num_tokens=num_rows, slot_mapping=slot_mapping),
+        ):
+            yield
+
+    @abstractmethod
+    def _run(self, tokens: torch.Tensor, positions: torch.Tensor) -> Any:
+        """The model itself, in vLLM's forward context; int32 and int64 ``[num_rows]``."""
+
+    @abstractmethod
+    def _logits(self, hidden: Any) -> Any:
+        """``[num_rows, vocab]``."""
+
+    def _distributions(self, hidden: Any) -> Rows:
+        with torch.inference_mode():
+            logits = self._logits(hidden)[:, : self._vocab_size]
+            ids = top_k_ids(logits, min(MAX_K, self._vocab_size))
+            total = torch.logsumexp(logits.float(), 1, keepdim=True)
+            log_q = logits.gather(1, ids.long()).float() - total
+        return Rows(ids.cpu().numpy(), log_q.cpu().numpy())
+
+    def warm_up(self) -> None:
+        """Compile what would else stall the first request.
+
+        Not with one row: the code would be for one row alone, and vLLM, which checks no guards, would run it with any
+        number.
+        """
+        self.calibration_pass(16)
+
+    def calibration_pass(self, rows: int) -> None:
+        """A pass of so many rows, without attention, as vLLM's own dummy runs."""
+        zeros = np.zeros(rows, np.int32)
+        self._distributions(self._forward(zeros, zeros, None, None))
+
+    def _kv_slots(self, slots: Any, index: Int32) -> torch.Tensor:
+        """int64 ``[num_rows]``: where the KV of a request's token or node number ``index`` lies."""
+        table = self._runner.input_batch.block_table[self._group_id]
+        blocks = table.get_numpy_array()[slots, index // table.block_size].astype(np.int64)
+        return self._to(blocks * table.block_size + index % table.block_size)
+
+    def _block_table(self, slots: Any) -> torch.Tensor:
+        """int32 ``[num_requests, max_blocks]``."""
+        table = self._runner.input_batch.block_table[self._group_id]
+        device: torch.Tensor = table.get_device_tensor(self._runner.input_batch.num_reqs)
+        return device[self._to(slots)]
+
+    def _to(self, array: Any) -> torch.Tensor:
+        return torch.from_numpy(np.ascontiguousarray(array)).to(self._runner.device)

@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Linear layers of bfloat16 on CPUs, by `kernels.linear`: a dozen rows of a draft tree in the time of one.
+
+vLLM keeps how a layer multiplies on the layer, as ``cpu_linear``, which it sets once the weights are there. Layers that
+our product does not take are left to vLLM, which then packs them its own way: no weight is held twice.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from vllm.platforms import current_platform
+
+from vllm_ext.config import speculative
+from vllm_ext.kernels import linear as kernel
+
+
+def wanted(vllm_config: Any) -> bool:
+    """Whether an engine's layers are to be taken over."""
+    settings = speculative.from_vllm_config(vllm_config)
+    if settings is None or settings.options.linear_layers == "vllm" or not current_platform.is_cpu():
+        return False
+    return reason_against(vllm_config.model_config.dtype) is None
+
+
+def reason_against(dtype: torch.dtype) -> str | None:
+    """Why vLLM's own products serve better here; None: ours do."""
+    if dtype != torch.bfloat16:
+        return f"the model runs in {str(dtype).removeprefix('torch.')}"
+    if current_platform.is_zen_cpu():
+        return "vLLM's platform for AMD Zen brings its own (zentorch)"
+    return kernel.machine_problem()
+
+
+def take_over(layer: Any, remove_weight: bool) -> bool:
+    """Pack a layer's weights and let it multiply by them; False where vLLM is to do it.
+
+    Args:
+        layer: a module with a ``weight``.
+        remove_weight: whether nothing else reads the weights as they are.
+    """
+    weight = layer.weight
+    if weight.is_meta or kernel.problem(weight) is not None:
+        return False
+    packed = kernel.pack(weight.detach())
+    nothing = torch.zeros(weight.shape[0], dtype=torch.float32)
+    op = _op()
+
+    def cpu_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        result: torch.Tensor = op(x, packed, nothing if bias is None else bias.float())
+        return result
+
+    layer.cpu_linear = cpu_linear
+    if remove_weight:
+        empty = torch.empty(0, dtype=weight.dtype, device=weight.device)
+        layer.weight = torch.nn.Parameter(empty, requires_grad=False)
+    return True
+
+
+@functools.cache
+def _op() -> Any:
+    """The product as an op, which vLLM's compiled graphs call and do not look into."""
+    library: Any = torch.library.Library("vllm_ext", "FRAGMENT")  # type: ignore[no-untyped-call]
+    library.define("linear(Tensor x, Tensor packed, Tensor bias) -> Tensor")
+
+    def shape_only(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        return x.new_empty((*x.shape[:-1], bias.shape[0]))
+
+    from vllm_ext.kernels.linear_numba import linear_numba
+
+    library.impl("linear", linear_numba, "CPU")
+    library._register_fake("linear", shape_only)
+    _op.library = library  # type: ignore[attr-defined]  # what it has defined goes with it
+    return torch.ops.vllm_ext.linear.default

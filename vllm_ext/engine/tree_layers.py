@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which models verify trees: those of whose layers all is known that our kernels and movers rely on.
+
+By an allow-list. vLLM derives backends, metadata builders and cache specs from those that we extend, and changes what
+lies behind the same names: a row of the block table for each chunk of a context, tokens before a request's own, blocks
+that are gone. So each part has to be exactly one that was read and tested; what is derived from it drafts chains.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+from typing import Any, TypeVar
+
+import vllm.envs as envs
+from vllm.v1.attention.backend import AttentionType
+from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+WAY_OUT = "pass --attention-backend FLASH_ATTN or TRITON_ATTN for trees"
+# Fields of vLLM's spec that may have any value; the others have their defaults, or nobody has looked at them.
+FREE = {
+    *("block_size", "num_kv_heads", "head_size", "dtype"),
+    *("page_size_padded", "block_stride_alignment", "dcp_sharded", "max_tp_shards"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What belongs to a backend of ours."""
+
+    impl: type[Any]
+    builder: type[Any]
+
+
+_KNOWN: dict[type[Any], Parts] = {}  # by backend
+
+_Backend = TypeVar("_Backend", bound=type[Any])
+
+
+def takes_trees(backend: _Backend) -> _Backend:
+    """Decorator of a backend of ours: its layers take trees. Not those of what vLLM derives from it."""
+    _KNOWN[backend] = Parts(backend.get_impl_cls(), backend.get_builder_cls())
+    return backend
+
+
+def model_problem(vllm_config: Any, attn_groups: Iterable[Iterable[Any]]) -> str | None:
+    """Why a model drafts chains, with the layer's name and what was seen there, or None.
+
+    Args:
+        vllm_config: of the engine; the layers are in its ``static_forward_context``.
+        attn_groups: the runner's, by KV group; their metadata builders are made.
+
+    Raises:
+        ValueError: chains would be wrong too.
+    """
+    window = getattr(vllm_config.model_config, "rswa_window", None)
+    if window is not None:
+        return f"reference sliding window attention (rswa_window={window}) is not supported"
+    context = vllm_config.compilation_config.static_forward_context
+    found = None
+    for groups in attn_groups:
+        for group in groups:
+            for name in group.layer_names:
+                _refuse_chains(name, context[name], vllm_config)
+                found = found or layer_problem(name, context[name], vllm_config)
+            found = found or _group_problem(group, context[group.layer_names[0]])
+    return found
+
+
+def layer_problem(name: str, layer: Any, vllm_config: Any) -> str | None:
+    """Why a layer cannot attend over trees, with its name and what was seen, or None."""
+    problem = _layer_problem(layer, vllm_config)
+    return problem and f"layer {name}: {problem}"
+
+
+def _layer_problem(layer: Any, vllm_config: Any) -> str | None:
+    impl: Any = getattr(layer, "impl", None)
+    if hasattr(impl, "codec"):
+        return None  # `encoded_cache` has refused what it cannot do
+    backend = layer.get_attn_backend()
+    parts = _KNOWN.get(backend)
+    if parts is None:
+        return _of_unknown_backend(impl, backend)
+    if type(impl) is not parts.impl:
+        return (
+            f"its implementation {type(impl).__name__} is not {parts.impl.__name__}, which has tree attention"
+        )
+    features: dict[str, Any] = {
+        "sliding window": getattr(impl, "sliding_window", None) not in (None, -1, (-1, -1)),
+        "ALiBi": getattr(impl, "alibi_slopes", None) is not None,
+        "logits soft-cap": bool(getattr(impl, "logits_soft_cap", None)),
+        "attention sinks": getattr(impl, "sinks", None) is not None,
+        "quantised KV cache": getattr(impl, "kv_cache_dtype", "auto") not in ("auto", "float16", "bfloat16"),
+        "attention that is not a decoder's": impl.attn_type != AttentionType.DECODER,
+        "attention both ways over images": bool(getattr(layer, "use_mm_prefix", False)),
+        # How keys are shared out depends on the batch. At its source: only some implementations keep a copy.
+        "VLLM_BATCH_INVARIANT": bool(envs.VLLM_BATCH_INVARIANT),
+    }
+    problem = next((feature for feature, present in features.items() if present), None)
+    if problem is None:
+        problem = impl.layout_problem(layer)
+    if problem is not None:
+        return f"{problem} is not supported by the tree attention kernel"
+    return _spec_problem(layer.get_kv_cache_spec(vllm_config))
+
+
+def _of_unknown_backend(impl: Any, backend: type[Any]) -> str:
+    derived = next((base for base in backend.__mro__ if base in _KNOWN), None)
+    if derived is not None:
+        return (
+            f"its attention backend {backend.__name__} is derived from {derived.__name__}, and may lay out block "
+            "tables or rows in a way of its own"
+        )
+    problem = f"its attention backend {backend.get_name()} has no tree attention"
+    if impl is None or backend.is_mla():
+        return problem
+    return f"{problem} (on CUDA, {WAY_OUT})"
+
+
+def _spec_problem(spec: Any) -> str | None:
+    """What of a layer's or a group's KV cache spec is not plain causal attention's, or None."""
+    if type(spec) is not FullAttentionSpec:
+        return f"its KV cache has {type(spec).__name__}, where trees need FullAttentionSpec itself"
+    plain = FullAttentionSpec(**{name: getattr(spec, name) for name in FREE if hasattr(spec, name)})
+    for field in fields(spec):
+        value = getattr(spec, field.name)
+        if value != getattr(plain, field.name):
+            return (
+                f"its KV cache has {type(spec).__name__} with {field.name}={value!r}, which trees do not know"
+            )
+    return None
+
+
+def _group_problem(group: Any, layer: Any) -> str | None:
+    """What vLLM has made of a group of layers for the runner: it may derive a backend of its own from theirs."""
+    if hasattr(getattr(layer, "impl", None), "codec"):
+        return None
+    parts = _KNOWN.get(group.backend)
+    if parts is None:
+        problem: str | None = _of_unknown_backend(getattr(layer, "impl", None), group.backend)
+    else:
+        builders = [
+            type(made).__name__ for made in group.metadata_builders if type(made) is not parts.builder
+        ]
+        problem = (
+            f"its metadata builder {builders[0]} is not {parts.builder.__name__}, which trees are marked with"
+            if builders
+            else _spec_problem(group.kv_cache_spec)
+        )
+        if problem is None and getattr(group, "kernel_block_size", None) is not None:
+            problem = f"its block table addresses kernel blocks of {group.kernel_block_size} tokens"
+    return problem and f"layer {group.layer_names[0]}: {problem}"
+
+
+def _refuse_chains(name: str, layer: Any, vllm_config: Any) -> None:
+    if getattr(layer, "attn_type", None) != AttentionType.DECODER:
+        return
+    if getattr(layer.get_kv_cache_spec(vllm_config), "non_causal", False):
+        raise ValueError(
+            f"speculative methods do not work with layer {name}: its attention is not causal (non_causal=True), so "
+            "that the rows of a draft would see those behind them. Remove --speculative-config for this model."
+        )

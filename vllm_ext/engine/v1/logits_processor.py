@@ -1,0 +1,263 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sampling rules as a logits processor of vLLM's V1 runner, without speculation and in the walk down a tree.
+
+Passed by name in the engine's own ``logits_processors``, and never through the entry-point group of that name, which a
+V2 runner would refuse to start with. vLLM asks the class whether a request is right and tells it nothing of the
+configuration, in whatever process it takes requests in; so the rules' settings are in the class's name.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from vllm import SamplingParams
+from vllm.exceptions import VLLMValidationError
+from vllm.sampling_params import StructuredOutputsParams
+from vllm.v1.sample.logits_processor import LogitsProcessor
+from vllm.v1.sample.logits_processor.builtin import process_dict_updates
+from vllm.v1.structured_output.backend_xgrammar import validate_xgrammar_grammar
+
+from vllm_ext.config import rules
+from vllm_ext.config.rules import RuleSettings
+from vllm_ext.data.model_tokenizer import ModelVocabulary
+from vllm_ext.engine import rule_faults
+from vllm_ext.engine.state.keeper import Memory
+from vllm_ext.samplers import grammar
+from vllm_ext.samplers.base import Kind, LearningRule, Row, Rule
+from vllm_ext.samplers.messages import quoted
+from vllm_ext.samplers.steering import CompanionOptions, Pause, SteeringRule
+
+if TYPE_CHECKING:
+    from vllm_ext.engine.v1.aux_logits import StepRows
+
+Notes = dict[int, float]  # of a request, by place in its output
+
+
+class RuleProcessor(LogitsProcessor):  # type: ignore[misc]  # vLLM is untyped to us
+    """The rules of one server; a subclass has their settings."""
+
+    settings: ClassVar[RuleSettings]
+    beside: StepRows | None = None  # set by the runner where rules read more than logits
+
+    @classmethod
+    def validate_params(cls, sampling_params: SamplingParams) -> None:
+        """HTTP 400 for what the rules refuse."""
+        validate(cls.settings, sampling_params)
+
+    def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
+        self._rules = rules.load(self.settings.as_json, ModelVocabulary.of(vllm_config.model_config))
+        self.rows: dict[int, dict[str, Row]] = {}  # by batch index, by rule
+        self.paused: dict[int, Pause | None] = {}  # by batch index, of the last call; None: it waits
+        self._patience: float | None = rule_faults.SHORT_PATIENCE
+        if vllm_config.parallel_config.world_size > 1:
+            self._patience = None  # ranks have different clocks, and must have the same rows
+        elif self.can_wait(vllm_config):
+            self._patience = rule_faults.PATIENCE
+
+    @staticmethod
+    def can_wait(vllm_config: Any) -> bool:
+        """Whether the engine's scheduler lets rows come again."""
+        scheduler = vllm_config.scheduler_config.scheduler_cls
+        return isinstance(scheduler, str) and scheduler.startswith("vllm_ext.engine.v1.scheduler.")
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no request of the batch is under a rule."""
+        return not self.rows
+
+    @property
+    def reads_companion(self) -> bool:
+        """Whether a request of the batch is under a rule that reads the second model."""
+        return any(
+            isinstance(self.settings.options[name], CompanionOptions)
+            for its in self.rows.values()
+            for name in its
+        )
+
+    def is_argmax_invariant(self) -> bool:
+        """They say what may be sampled at all."""
+        return False
+
+    def update_state(self, batch_update: Any) -> None:
+        """See vLLM's."""
+        process_dict_updates(self.rows, batch_update, self._new)
+
+    def _new(
+        self, params: SamplingParams, prompt: list[int] | None, output: list[int]
+    ) -> dict[str, Row] | None:
+        """A request's rows; the list of its output is vLLM's own, which grows."""
+        asking = self.settings.of_request(params)
+        if not asking:
+            return None
+        asked, end = rules.asked_of(params), params.eos_token_id
+        kept = {} if self.beside is None else self.beside.kept(output)
+        faults: dict[int, str] = {}
+        return {
+            name: Row(prompt or [], output, end, its, asked, kept=kept.setdefault(name, {}), faults=faults)
+            for name, its in asking
+        }
+
+    def behind(self, requests: Sequence[int], outputs: Sequence[list[int]]) -> RuleProcessor:
+        """The same for some of the batch's requests, each behind its own longer output."""
+        other = copy.copy(self)
+        other.rows = {
+            new: {name: replace(row, output=output) for name, row in self.rows[old].items()}
+            for new, (old, output) in enumerate(zip(requests, outputs, strict=True))
+            if old in self.rows
+        }
+        return other
+
+    def apply(self, logits: torch.Tensor) -> torch.Tensor:
+        """See vLLM's."""
+        self.paused = {}
+        for name, rule in self._rules.items():
+            rows = {index: its[name] for index, its in self.rows.items() if name in its}
+            rows = {index: row for index, row in sorted(rows.items()) if not row.faults}
+            if not rows:
+                continue
+            places = list(rows)
+            if isinstance(rule, SteeringRule):
+                assert self.beside is not None
+                rule.beside = self.beside
+                self.beside.rows_are(None if len(rows) == len(logits) else places)
+            index = None if len(rows) == len(logits) else torch.tensor(places, device=logits.device)
+            part = logits if index is None else logits[index]
+            rule.patience = self._patience
+            pauses = rule_faults.apply(name, rule, part, list(rows.values()), self._at(rule, places))
+            if index is not None:
+                logits[index] = part
+            if self._patience == rule_faults.SHORT_PATIENCE:
+                late = [row for row, pause in pauses.items() if pause is None]
+                rule_faults.wait_no_longer(name, list(rows.values()), late)
+                pauses = {row: pause for row, pause in pauses.items() if pause is not None}
+            self.paused |= {places[row]: pause for row, pause in pauses.items()}
+        rule_faults.end(logits, {index: next(iter(its.values())) for index, its in self.rows.items()})
+        return logits
+
+    def _at(self, rule: Rule, places: Sequence[int]) -> Callable[[Sequence[int]], None]:
+        """What tells of rows of a rule's that it is about to be applied to."""
+
+        def at(rows: Sequence[int]) -> None:
+            if isinstance(rule, SteeringRule) and self.beside is not None:
+                self.beside.rows_are([places[row] for row in rows])
+
+        return at
+
+
+def validate(settings: RuleSettings, params: SamplingParams) -> None:
+    """Refuse a request; vLLM makes HTTP 400 of it.
+
+    Raises:
+        VLLMValidationError: the message says what is allowed.
+    """
+    try:
+        settings.validate(params)
+        for key, field, source in settings.grammars(params):
+            _check_grammar(key, field, source)
+    except ValueError as error:
+        raise VLLMValidationError(str(error), parameter="vllm_xargs") from None
+
+
+def _check_grammar(key: str, field: Kind, source: str) -> None:
+    """Refuse what xgrammar can make nothing of, and schemas that it would only take in part."""
+    try:
+        validate_xgrammar_grammar(
+            SamplingParams(structured_outputs=StructuredOutputsParams(**{field: source}))
+        )
+        grammar.check(field, source)
+    except (ValueError, VLLMValidationError) as error:
+        raise ValueError(f"vllm_xargs {key}: {quoted(error)}") from None
+
+
+def paused(processors: Any) -> dict[int, Pause | None]:
+    """Rows of the last call of vLLM's LogitsProcessors that are to get no token yet, by batch index."""
+    found: dict[int, Pause | None] = {}
+    for processor in processors.all:
+        if isinstance(processor, RuleProcessor):
+            found |= processor.paused
+    return found
+
+
+def take_notes(processors: Any, names: Sequence[str]) -> dict[str, Notes]:
+    """What rules have noted of this step's rows, by request id; it is theirs no more.
+
+    Args:
+        processors: vLLM's LogitsProcessors.
+        names: request ids, by batch index.
+    """
+    found: dict[str, Notes] = {}
+    for processor in processors.all:
+        if isinstance(processor, RuleProcessor) and processor.settings.reports:
+            for index, rows in processor.rows.items():
+                for row in rows.values():
+                    if row.notes:
+                        found.setdefault(names[index], {}).update(row.notes)
+                        row.notes.clear()
+    return found
+
+
+def take_faults(processors: Any, names: Sequence[str]) -> dict[str, tuple[int, str]]:
+    """What rules have raised for the batch's requests, by request id: a place in the output, and the reason.
+
+    Args:
+        processors: vLLM's LogitsProcessors.
+        names: request ids, by batch index.
+    """
+    return {
+        names[index]: fault
+        for processor in processors.all
+        if isinstance(processor, RuleProcessor)
+        for index, rows in processor.rows.items()
+        for row in rows.values()
+        for fault in row.faults.items()
+    }
+
+
+def remember(vllm_config: Any, count: Callable[[str], None]) -> list[Memory]:
+    """Let rules that learn take over what was saved, and save them from now on; close what is given.
+
+    Args:
+        vllm_config: the engine's.
+        count: adds one to a counter.
+    """
+    settings = rules.of_vllm_config(vllm_config)
+    if settings is None:
+        return []
+    memories = []
+    loaded = rules.load(settings.as_json, ModelVocabulary.of(vllm_config.model_config))
+    for name, rule in loaded.items():
+        if isinstance(rule, LearningRule):
+            options = settings.options[name]
+            memory = Memory(vllm_config, name, options, {}, count)
+            memory.restore(rule, lambda rule=rule: rule)  # type: ignore[misc]
+            rule.lock, rule.touch = memory.lock, memory.touch
+            memories.append(memory)
+    return memories
+
+
+def name_of(settings: RuleSettings) -> str:
+    """What to put in ``logits_processors``."""
+    return f"{__name__}:configured.x{settings.as_json.encode().hex()}"
+
+
+class _Configured:
+    """The classes that `name_of` names."""
+
+    def __getattr__(self, name: str) -> type[RuleProcessor]:
+        if not name.startswith("x"):
+            raise AttributeError(name)
+        return _class_of(bytes.fromhex(name[1:]).decode())
+
+
+@functools.cache
+def _class_of(settings: str) -> type[RuleProcessor]:
+    return type("RuleProcessor", (RuleProcessor,), {"settings": rules.parse(json.loads(settings))})
+
+
+configured = _Configured()

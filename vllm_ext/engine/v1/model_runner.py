@@ -1,0 +1,406 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The V1 model runner, taught tree speculation: positions, attention metadata, verification, KV compaction.
+
+Overrides of six methods and one attribute (the rejection sampler); everything else is vLLM's own. A step:
+
+1. ``_prepare_inputs``: vLLM lays the drafts out as a chain; nodes get their rotary positions.
+2. ``_build_attention_metadata``: the metadata learns which rows are trees.
+3. ``sample_tokens``: the logits are tapped, the tree is walked (`rejection_sampler`), and in ``_sample`` the KV of
+   the accepted path moves into the slots a chain would have had, so that vLLM's rollback is right.
+4. ``propose_draft_token_ids``: our drafter makes the trees of the next step.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.logger import init_logger
+from vllm.utils.torch_utils import PIN_MEMORY
+from vllm.v1.sample.logits_processor import (
+    BUILTIN_LOGITS_PROCESSORS,
+    LogitsProcessors,
+    cached_load_custom_logitsprocs,
+)
+from vllm.v1.sample.thinking_budget_state import maybe_create_thinking_budget_state_holder
+from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
+
+from vllm_ext.compat import cpu
+from vllm_ext.engine import calibration, tree_layers
+from vllm_ext.engine.attention import tree_backend
+from vllm_ext.engine.kv_cache.encoded_rows import EncodedMetadata
+from vllm_ext.engine.models import cpu_linear
+from vllm_ext.engine.tree_layout import StepTrees
+from vllm_ext.engine.v1 import v1_executor
+from vllm_ext.engine.v1.aux_logits import RuledRunner
+from vllm_ext.engine.v1.drafter import Drafter
+from vllm_ext.engine.v1.rejection_sampler import TreeSampler
+from vllm_ext.engine.v1.row_states import RowStates
+from vllm_ext.kernels.tree_attention import TreeRows
+from vllm_ext.proposers.step_cost import StepCost
+from vllm_ext.proposers.tree import Int32
+
+logger = init_logger("vllm.vllm_ext")
+
+# How many real steps a pass timed at start-up counts as; beside other load less than one that follows.
+CALIBRATED_STEPS, DISTURBED_STEPS = 4.0, 0.5
+
+
+class SpeculativeRunner(RuledRunner):
+    """Mixin in front of vLLM's V1 runner class of any platform."""
+
+    # vLLM's.
+    drafter: Drafter
+    positions: torch.Tensor
+    device: torch.device
+
+    # Ours, between the methods of one step.
+    step_trees: StepTrees | None = None
+    step_encoded: EncodedMetadata | None = None  # of a step over an encoded KV cache
+    step_common: Any = None  # vLLM's metadata of the step, of no group in particular
+    greedy_choice: Int32 | None = None  # [num_rows] argmax of each row, while no mask is in the logits
+    step_started: float = 0.0
+    # Of the caches there are: by KV group, what copies tokens between slots.
+    kv_movers: Sequence[tuple[int, Callable[[torch.Tensor, torch.Tensor], None]]] = ()
+
+    def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> Any:
+        """After vLLM has bound the caches: find out whether this model can verify trees."""
+        result = super().initialize_kv_cache(*args, **kwargs)  # type: ignore[misc]
+        _sample_rows_alone(self)
+        if self.drafter.model_drafts is not None:
+            self.drafter.model_drafts.passes.bind(self)
+        self.drafter.chain_reason = self._chain_reason()
+        if self.drafter.chain_reason is not None:
+            logger.warning(
+                "vllm-ext: drafting chains instead of trees: %s. Output is the same; `vllm-ext doctor` lists "
+                "what trees need.",
+                self.drafter.chain_reason,
+            )
+        else:
+            layers = self._attention_layers()
+            if layers and isinstance(layers[0].impl, tree_backend.TreeAttention):
+                tree_backend.warm_up(layers[0])
+                type(layers[0].impl).choose(layers)
+            self.kv_movers = list(self._make_kv_movers())
+        return result
+
+    def _chain_reason(self) -> str | None:
+        runner: Any = self
+        if runner.uses_mrope:
+            return "multimodal rotary positions (M-RoPE) are not supported"
+        if runner.dcp_world_size > 1:
+            return f"decode_context_parallel_size={runner.dcp_world_size} is not supported"
+        return tree_layers.model_problem(runner.vllm_config, runner.attn_groups)
+
+    def _attention_layers(self) -> list[Any]:
+        runner: Any = self
+        context = runner.compilation_config.static_forward_context
+        return [
+            context[name] for groups in runner.attn_groups for group in groups for name in group.layer_names
+        ]
+
+    def calibrate(self) -> None:
+        """Time forward passes of several sizes, so that the budget need not find out at users' expense.
+
+        Without attention, whose share is small at short contexts and learnt from real steps.
+        """
+        runner: Any = self
+        if cpu_linear.wanted(runner.vllm_config):
+            logger.info("vllm-ext: linear layers multiply by kernels.linear (docs/usage.md, CPUs)")
+        elif self.device.type == "cpu" and runner.dtype == torch.bfloat16 and cpu.emulates_bfloat16():
+            logger.warning("vllm-ext: %s; %s.", cpu.EMULATED, cpu.WAY_OUT)
+
+        def target_pass(size: int) -> None:
+            hidden_states, _ = runner._dummy_run(size)
+            runner.model.compute_logits(hidden_states[:size])
+
+        drafter = self.drafter
+        if drafter.budget is not None:
+            self._calibrate(drafter.budget.cost, target_pass, "forward pass", None)
+        if drafter.model_drafts is not None:
+            drafter.model_drafts.calibrate(self._calibrate, target_pass)
+
+    def _calibrate(
+        self, cost: StepCost, run: Callable[[int], None], what: str, patience: float | None
+    ) -> None:
+        """Time passes; with a patience the smallest few at least, and no more after so many seconds."""
+        runner: Any = self
+        scheduler = runner.scheduler_config
+
+        def run_to_its_end(size: int) -> None:
+            run(size)
+            runner._sync_device()
+
+        most = min(
+            scheduler.max_num_seqs * (1 + self.drafter.num_nodes), scheduler.max_num_batched_tokens, 128
+        )
+        found = calibration.curve(most, run_to_its_end, patience)
+        steps = DISTURBED_STEPS if found.disturbed else CALIBRATED_STEPS
+        cost.calibrate(list(found.seconds), list(found.seconds.values()), steps)
+        level = logging.WARNING if found.disturbed else logging.INFO
+        logger.log(level, "vllm-ext: milliseconds of a %s by query tokens: %s", what, found)
+
+    def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        """vLLM's, timed."""
+        self.step_started = time.perf_counter()
+        if self.drafter.model_drafts is not None:
+            self.drafter.model_drafts.passes.begin_step(scheduler_output)
+        for request in scheduler_output.scheduled_new_reqs:
+            self.drafter.admit(request.req_id, request.sampling_params)
+        return super().execute_model(scheduler_output, *args, **kwargs)
+
+    def _prepare_inputs(self, scheduler_output: Any, num_scheduled_tokens: Any) -> Any:
+        """vLLM's inputs, with the rotary positions of tree nodes. Slots stay those of the flat list."""
+        result = super()._prepare_inputs(scheduler_output, num_scheduled_tokens)
+        runner: Any = self
+        num_requests = self.input_batch.num_reqs
+        trees = StepTrees.from_step(
+            self.input_batch.req_ids,
+            result[1].num_draft_tokens,
+            scheduler_output.scheduled_spec_decode_tokens,
+            self.drafter.proposed,
+            runner.query_start_loc.np[: num_requests + 1],
+            num_scheduled_tokens,
+            self.input_batch.num_computed_tokens_cpu[:num_requests],
+            runner.input_ids.np,
+        )
+        if trees.branching:
+            rows, positions = trees.branching_rows()
+            self.positions[_to(rows, self.device)] = _to(positions, self.device).to(self.positions.dtype)
+        self.step_trees = trees
+        return result
+
+    def _calc_spec_decode_metadata(self, num_draft_tokens: Any, cu_num_scheduled_tokens: Any) -> Any:
+        """Which rows are verified, in the place of vLLM's seven tensors, of which our verifier reads no other."""
+        num_rows = num_draft_tokens + 1
+        ends = num_rows.cumsum(dtype=np.int32)
+        rows = np.repeat(cu_num_scheduled_tokens - ends, num_rows)
+        rows += np.arange(ends[-1], dtype=rows.dtype)
+        unread = torch.empty(0, dtype=torch.int32, device=self.device)
+        return SpecDecodeMetadata(
+            draft_token_ids=unread,
+            num_draft_tokens=num_draft_tokens.tolist(),
+            cu_num_draft_tokens=unread,
+            cu_num_sampled_tokens=unread,
+            target_logits_indices=unread,
+            bonus_logits_indices=unread,
+            logits_indices=_to(rows, self.device),
+        )
+
+    def _build_attention_metadata(self, *args: Any, **kwargs: Any) -> Any:
+        """vLLM's metadata, marked with the step's trees."""
+        metadata, common = super()._build_attention_metadata(*args, **kwargs)  # type: ignore[misc]
+        self.step_common = common
+        trees = self.step_trees
+        self.step_encoded = None
+        if trees is not None and isinstance(metadata, dict):
+            for of_group in metadata.values():
+                if isinstance(of_group, EncodedMetadata) and of_group is not self.step_encoded:
+                    of_group.mark(trees)
+                    self.step_encoded = of_group
+        if (
+            trees is not None
+            and isinstance(metadata, dict)
+            and self.drafter.chain_reason is None
+            and self.step_encoded is None
+        ):
+            runner: Any = self
+            for groups in runner.attn_groups:
+                for group in groups:
+                    decoding = group.backend.get_impl_cls().takes_decoding
+                    ours = trees.decoding if decoding else trees.branching
+                    if ours:
+                        of_group = metadata[group.layer_names[0]]
+                        marked = self._tree_metadata(trees, np.array(ours), group, of_group, common)
+                        setattr(of_group, tree_backend.TREES, marked)
+        return metadata, common
+
+    def _model_forward(self, input_ids: Any = None, positions: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """vLLM's; or only what an early exit's drafts have left to do."""
+        drafts, trees = self.drafter.model_drafts, self.step_trees
+        whole = self.beside is not None and self.beside.reads_forward
+        early_exit = drafts.early_exit if drafts is not None and not whole else None
+        if early_exit is not None and trees is not None:
+            hidden = early_exit.verify(self.input_batch.req_ids, trees, positions)
+            if hidden is not None:
+                return hidden
+        return super()._model_forward(input_ids, positions, *args, **kwargs)
+
+    def _tree_metadata(
+        self, trees: StepTrees, ours: Any, group: Any, metadata: Any, common: Any
+    ) -> tree_backend.TreeMetadata:
+        num_rows = np.diff(trees.row_start)
+        block_table, query_row, context, parents = (
+            metadata.block_table,
+            trees.query_row,
+            trees.context,
+            trees.parents,
+        )
+        stock = rows = own_rows = None
+        if len(ours) < len(num_rows):
+            others = np.setdiff1d(np.arange(len(num_rows)), ours)
+            stock, rows = self._stock_metadata(others, group, metadata, common)
+            block_table = block_table[_to(ours, self.device)]
+            parents = np.concatenate([parents[trees.rows(i)] for i in ours])
+            num_rows, query_row, context = num_rows[ours], query_row[ours], context[ours]
+            own = np.arange(num_rows.sum()) + np.repeat(query_row - num_rows.cumsum() + num_rows, num_rows)
+            own_rows = _to(own, self.device)
+        tree_rows = TreeRows(
+            block_table=block_table,
+            first_row=_to(query_row, self.device),
+            num_rows=_to(num_rows, self.device),
+            num_past=torch.zeros(len(ours), dtype=torch.int32, device=self.device),
+            context_len=_to(context, self.device),
+            parents=_to(parents, self.device),
+            max_rows=int(num_rows.max()),
+        )
+        return tree_backend.TreeMetadata(tree_rows, stock, rows, own_rows)
+
+    def _stock_metadata(self, requests: Any, group: Any, metadata: Any, common: Any) -> tuple[Any, Any]:
+        """vLLM's own metadata of some requests of the step, and the query rows they have."""
+        runner: Any = self
+        start = runner.query_start_loc.np
+        length = start[requests + 1] - start[requests]
+        new_start = np.zeros(len(requests) + 1, dtype=np.int32)
+        np.cumsum(length, out=new_start[1:])
+        rows = np.arange(new_start[-1]) + np.repeat(start[requests] - new_start[:-1], length)
+        index, row_index = _to(requests, self.device), _to(rows, self.device)
+        part = replace(
+            common,
+            query_start_loc=_to(new_start, self.device),
+            query_start_loc_cpu=torch.from_numpy(new_start),
+            seq_lens=common.seq_lens[index],
+            num_reqs=len(requests),
+            num_actual_tokens=len(rows),
+            max_query_len=int(length.max()),
+            block_table_tensor=metadata.block_table[index],
+            slot_mapping=metadata.slot_mapping[row_index],
+            positions=self.positions[row_index],
+            is_prefilling=common.is_prefilling[requests] if common.is_prefilling is not None else None,
+            seq_lens_cpu_upper_bound=common.seq_lens_cpu_upper_bound[requests],
+        )
+        return group.get_metadata_builder(0).build(0, part), row_index
+
+    def sample_tokens(self, grammar_output: Any) -> Any:
+        """Tap the logits first: vLLM writes the grammar's mask and the sampler's work into them."""
+        state = self.execute_model_state
+        if state is not None:
+            assert self.step_trees is not None
+            top_ids = self.drafter.tap(self.step_trees, state.logits)
+            self.greedy_choice = None if grammar_output is not None or top_ids is None else top_ids[:, 0]
+        output = super().sample_tokens(grammar_output)
+        if state is not None and output is not None:
+            runner: Any = self
+            setattr(output, v1_executor.DRAFTS, runner.take_draft_token_ids())
+        return output
+
+    def _sample(self, logits: Any, spec_decode_metadata: Any) -> Any:
+        """Walk the trees, then make the KV cache what it would be had the accepted path been a chain."""
+        result = super()._sample(logits, spec_decode_metadata)
+        trees = self.step_trees
+        if trees is not None and self.twins is not None:
+            for owner, twin in self.twins.pairs:
+                trees.accepted[twin] = trees.accepted[owner]
+        if trees is not None and trees.branching:
+            source, target = trees.moves()
+            if len(source):
+                self._move_kv(source, target)
+        return result
+
+    def _row_start(self) -> list[int]:
+        """See the base class."""
+        assert self.step_trees is not None
+        starts: list[int] = self.step_trees.row_start.tolist()
+        return starts
+
+    def _move_kv(self, source: Int32, target: Int32) -> None:
+        """Copy KV between the slots of two lists of query rows."""
+        for group_id, move in self.kv_movers:
+            if self.step_encoded is not None:
+                move(self.step_encoded.raw_slots(source), self.step_encoded.raw_slots(target))
+            else:
+                slots = self.input_batch.block_table[group_id].slot_mapping.gpu
+                move(slots[_to(source, self.device)], slots[_to(target, self.device)])
+
+    def _make_kv_movers(self) -> Iterator[tuple[int, Callable[[torch.Tensor, torch.Tensor], None]]]:
+        """For each group of layers with caches of their own its KV group and what copies in it."""
+        runner: Any = self
+        context = runner.compilation_config.static_forward_context
+        # A draft model reads committed tokens again.
+        drafts = self.drafter.model_drafts
+        skipped = drafts.passes.own_layers if drafts is not None else ()
+        for group_id, groups in enumerate(runner.attn_groups):
+            for group in groups:
+                layers = [context[name] for name in group.layer_names if name not in skipped]
+                # Another layer's cache is moved with that layer.
+                layers = [layer for layer in layers if layer.impl.kv_sharing_target_layer_name is None]
+                if layers:
+                    yield group_id, layers[0].impl.kv_mover(layers)
+
+    def propose_draft_token_ids(
+        self, scheduler_output: Any, sampled_token_ids: list[list[int]], *args: Any, **kwargs: Any
+    ) -> list[list[int]]:
+        """Draft with the request's real state instead of vLLM's padded token table."""
+        trees, self.step_trees = self.step_trees, None
+        assert trees is not None
+        return self.drafter.step(self, trees, scheduler_output.num_spec_tokens_to_schedule, sampled_token_ids)
+
+    def _input_fits_in_drafter(self, common_attn_metadata: Any) -> bool:
+        """Always: the drafter clips each request on its own.
+
+        vLLM's answer turns drafting off for the whole batch as soon as one request is within
+        num_speculative_tokens of max_model_len.
+        """
+        return True
+
+    def _on_request_state_removed(self, req_id: str, req_state: Any) -> None:
+        super()._on_request_state_removed(req_id, req_state)
+        self.drafter.finish(req_id, 0 if req_state is None else len(req_state.output_token_ids))
+
+    @property
+    def vllm_ext_tap_seconds(self) -> float:
+        """Seconds spent in the logits tap so far, for `vllm-ext bench`."""
+        return self.drafter.tap_seconds
+
+
+def install(runner: Any) -> None:
+    """Put the mixin in front of a constructed runner's class, and our verifier in the place of vLLM's.
+
+    The CPU worker builds its runner inline, so there is no method to override that returns it; giving the
+    finished object a subclass is the same for every platform and moves no state.
+    """
+    base = type(runner)
+    runner.__class__ = type(f"Speculative{base.__name__}", (SpeculativeRunner, base), {})
+    sampler = TreeSampler(runner.sampler, runner.speculative_config, runner.device)
+    # Not a submodule: a runner is no nn.Module, and vLLM walks no module tree through its sampler.
+    sampler.runner = runner
+    sampler.row_states = RowStates(runner)
+    runner.rejection_sampler = sampler
+    # With any speculation vLLM builds the minimum-length processor only; the walk is right with all of them, also
+    # with those that the user brings or another package has registered.
+    own = tuple(runner.model_config.logits_processors or ())
+    custom = cached_load_custom_logitsprocs(own)
+    runner.input_batch.logitsprocs = LogitsProcessors(
+        processor(runner.vllm_config, runner.device, PIN_MEMORY)
+        for processor in (*BUILTIN_LOGITS_PROCESSORS, *custom)
+    )
+    runner.input_batch.logitsprocs_need_output_token_ids |= bool(custom)
+
+
+def _sample_rows_alone(runner: Any) -> None:
+    """Thinking budgets as vLLM has them without speculation: a call of the sampler has one row of each request.
+
+    Where the blocks' sizes are not what it thought, vLLM makes the batch again when it binds the caches.
+    """
+    runner.input_batch.thinking_budget_state_holder = maybe_create_thinking_budget_state_holder(
+        runner.vllm_config.reasoning_config, runner.max_num_reqs, 0, runner.device, PIN_MEMORY
+    )
+
+
+def _to(array: Any, device: torch.device) -> torch.Tensor:
+    return torch.from_numpy(np.ascontiguousarray(array)).to(device)

@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Verification of trees that were drawn from a draft model, inside vLLM's own sampler.
+
+The stock ``Sampler`` does all it does to a row's logits: penalties, masks, temperature, min-p, top-k and top-p. What is
+left is the target's distribution ``p``, and in the place of the last draw from it stands the rule that fits how the
+row's children were drawn. Rows without children, and all other requests' rows, are drawn as ever.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
+
+from vllm_ext.engine.tree_layout import StepTrees
+from vllm_ext.kernels.chance import RandomChance
+from vllm_ext.kernels.sparse import Float64
+from vllm_ext.samplers import k_seq, recursive_rejection
+
+
+class DrawnSampler:
+    """A sampler whose draws know of the children that were drawn.
+
+    Args:
+        sampler: vLLM's; stays as it is.
+        noise: used for nothing else, and the same on all ranks.
+    """
+
+    def __init__(self, sampler: Any, noise: np.random.Generator) -> None:
+        self._sampler = copy.copy(sampler)
+        self._sampler._modules = dict(sampler._modules)
+        self._sampler.topk_topp_sampler = _LastDraw(sampler.topk_topp_sampler, self)
+        self._chance = RandomChance(noise)
+        self.trees: StepTrees  # of the step; set by its owner
+        self._visited: list[tuple[int, int]] = []  # request and row of each row of logits of the next call
+
+    def at(self, requests: Sequence[int], rows: Sequence[int]) -> None:
+        """Which rows the next call samples."""
+        self._visited = list(zip(requests, rows, strict=True))
+
+    def __call__(self, **kwargs: Any) -> Any:
+        return self._sampler(**kwargs)
+
+    def children(self) -> dict[int, tuple[int, list[int]]]:
+        """By row of logits: the request, and the child rows that were drawn; those that have some."""
+        found = {}
+        for place, (request, row) in enumerate(self._visited):
+            if request in self.trees.drawn:
+                below = np.flatnonzero(self.trees.parents[self.trees.rows(request)] == row).tolist()
+                if below:
+                    found[place] = request, below
+        return found
+
+    def choose(self, place: int, request: int, below: list[int], p: Float64) -> int:
+        """The next token after one row."""
+        row = self._visited[place][1]
+        drawn, tokens = self.trees.drawn[request], self.trees.tokens[self.trees.rows(request)]
+        q = drawn.q[row - 1]
+        if drawn.drafts is None:
+            return recursive_rejection.choose(p, tokens[below].tolist(), q, self._chance)
+        nodes = drawn.drafts
+        depth = 0 if row == 0 else int(np.flatnonzero((nodes == row - 1).any(0))[0]) + 1
+        here = nodes if row == 0 else nodes[nodes[:, depth - 1] == row - 1]
+        return k_seq.choose(p, tokens[here[:, depth] + 1].tolist(), q, self._chance)
+
+
+class _LastDraw(torch.nn.Module):
+    """In the place of vLLM's ``TopKTopPSampler``."""
+
+    def __init__(self, stock: Any, owner: DrawnSampler) -> None:
+        super().__init__()
+        self._stock = stock
+        self._owner = [owner]  # in a list: no submodule
+
+    def forward(self, logits: torch.Tensor, generators: Any, k: Any, p: Any) -> Any:
+        """See vLLM's."""
+        (owner,) = self._owner
+        children = owner.children()
+        if not children:
+            return self._stock(logits, generators, k, p)
+        logits = apply_top_k_top_p(logits, k, p)
+        places = list(children)
+        target = logits[places].softmax(-1, dtype=torch.float32).cpu().numpy().astype(np.float64)
+        target /= target.sum(1, keepdims=True)
+        tokens, kept = self._stock(logits, generators, None, None)
+        for row, (place, (request, below)) in zip(target, children.items(), strict=True):
+            tokens[place] = owner.choose(place, request, below, row)
+        return tokens, kept

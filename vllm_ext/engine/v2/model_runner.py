@@ -1,0 +1,228 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The V2 model runner, taught tree speculation, without a round trip to the host but what a drafter there needs.
+
+vLLM's own steps stay as they are: it lays the drafts out as a chain of one root and ``num_speculative_tokens`` nodes.
+Four of its parts are given a subclass when they have been made; a step:
+
+1. the model state (`model_state`) gives nodes their rotary positions and the metadata its trees;
+2. the rejection sampler (`rejection_sampler`) samples every row and walks the tree;
+3. the KV of the accepted path moves into the slots a chain would have had, so that vLLM's rollback is right;
+4. the speculator (`speculator`) makes the trees of the next step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from vllm.logger import init_logger
+
+from vllm_ext.config import runners, speculative
+from vllm_ext.engine import tree_layers
+from vllm_ext.engine.attention import tree_backend
+from vllm_ext.engine.v2 import shares
+from vllm_ext.engine.v2.counters import BUDGET
+from vllm_ext.engine.v2.device_speculator import DeviceSpeculator
+from vllm_ext.engine.v2.host_speculator import HostSpeculator
+from vllm_ext.engine.v2.logits_processor import RuleProcessor
+from vllm_ext.engine.v2.model_state import TreeState
+from vllm_ext.engine.v2.penalties import TreeBadWords, TreePenalties
+from vllm_ext.engine.v2.rejection_sampler import LearningSampler, TreeVerifier
+from vllm_ext.engine.v2.speculator import TreeSpeculator
+from vllm_ext.engine.v2.user_processors import AskedProcessor
+from vllm_ext.proposers.level_budget import levels_of
+
+logger = init_logger("vllm.vllm_ext")
+
+NUM_STOCK_PROCESSORS = 3  # bias, penalties, bad words: vLLM's own come first
+
+
+class SpeculativeRunner:
+    """Mixin in front of vLLM's V2 runner class of any platform."""
+
+    # vLLM's.
+    speculator: TreeSpeculator
+    sampler: Any
+    rejection_sampler: Any
+    model_state: Any
+    req_states: Any
+    device: torch.device
+    adaptive_verification: Any
+
+    # By KV group, what moves paths in its caches; see `vllm_ext.kernels.path_move.move_paths`.
+    kv_movers: tuple[tuple[int, Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]], ...] = ()
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        """vLLM's; then the parts that it has made learn of trees."""
+        super().load_model(*args, **kwargs)  # type: ignore[misc]
+        runner: Any = self
+        _put_before(self.model_state, TreeState)
+        self.model_state.speculator = self.speculator
+        _put_before(self.sampler, LearningSampler)
+        self.sampler.speculator = self.speculator
+        for kind in (TreePenalties, TreeBadWords):
+            (own,) = (each for each in self.sampler.logits_processors if type(each) is kind.__base__)
+            own.__class__ = kind
+            own.speculator = self.speculator
+        processors = self.sampler.logits_processors
+        processors[NUM_STOCK_PROCESSORS:] = [
+            each if isinstance(each, RuleProcessor) else AskedProcessor(each)
+            for each in processors[NUM_STOCK_PROCESSORS:]
+        ]
+        self.rejection_sampler = TreeVerifier(
+            self.sampler, runner.speculative_config, self.device, self.speculator
+        )
+        self.speculator.load()
+
+    def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> None:
+        """After vLLM has bound the caches: find out whether this model can verify trees."""
+        super().initialize_kv_cache(*args, **kwargs)  # type: ignore[misc]
+        # vLLM's own would cut drafts on the device, by chances of a drafter's chains: steps come cut.
+        self.speculator.varlen, self.adaptive_verification = self.adaptive_verification is not None, None
+        reason = self.speculator.chain_reason = self._chain_reason()
+        if reason is not None:
+            logger.warning(
+                "vllm-ext: drafting chains instead of trees: %s. Output is the same; `vllm-ext doctor` lists what "
+                "trees need.",
+                reason,
+            )
+            return
+        runner: Any = self
+        context = runner.compilation_config.static_forward_context
+        names = [name for groups in runner.attn_groups for group in groups for name in group.layer_names]
+        layers = [context[name] for name in names]
+        if layers and self.device.type == "cuda":  # the interpreter compiles nothing
+            tree_backend.warm_up(layers[0])
+            type(layers[0].impl).choose(layers, [1 + level for level in self._levels if level])
+        self.kv_movers = tuple(self._make_kv_movers())
+
+    @property
+    def _levels(self) -> list[int]:
+        """Nodes of one tree that steps will have."""
+        options = self.speculator.settings.options
+        nodes: int = options.num_speculative_tokens
+        return levels_of(nodes) if options.budget != "fixed" else [nodes]
+
+    def _may_vary(self) -> bool:
+        """Whether vLLM is to capture graphs for steps of any query lengths, and none for those of one."""
+        runner: Any = self
+        mode = runner.compilation_config.cudagraph_mode
+        return (
+            self.device.type == "cuda"
+            and shares.are_shared(runner.vllm_config, self.speculator.settings)
+            and mode is not None
+            and mode.has_full_cudagraphs()
+            and self._chain_reason() is None
+        )
+
+    def _chain_reason(self) -> str | None:
+        runner: Any = self
+        if runner.model_config.uses_mrope or getattr(self.model_state, "rope_state", None) is not None:
+            return "multimodal rotary positions (M-RoPE) are not supported"
+        if runner.dcp_size > 1:
+            return f"decode_context_parallel_size={runner.dcp_size} is not supported"
+        if runner.pcp_manager is not None:
+            return "prefill context parallelism is not supported"
+        return tree_layers.model_problem(runner.vllm_config, runner.attn_groups)
+
+    def _make_kv_movers(self) -> Any:
+        """For each group of layers with caches of their own its KV group and what copies in it."""
+        runner: Any = self
+        context = runner.compilation_config.static_forward_context
+        for group_id, groups in enumerate(runner.attn_groups):
+            for group in groups:
+                layers = [context[name] for name in group.layer_names]
+                # Another layer's cache is moved with that layer.
+                layers = [layer for layer in layers if layer.impl.kv_sharing_target_layer_name is None]
+                if layers:
+                    yield group_id, _path_mover(layers)
+
+    def add_requests(self, scheduler_output: Any) -> None:
+        """vLLM's; then the drafter takes them in. vLLM calls it in each step, behind letting go of others."""
+        self.speculator.counts.begin_step(idle=not scheduler_output.total_num_scheduled_tokens)
+        if (figures := getattr(scheduler_output, BUDGET, None)) is not None:
+            self.speculator.counts.show_budget(figures)
+        self.speculator.finish(scheduler_output.finished_req_ids)
+        super().add_requests(scheduler_output)  # type: ignore[misc]
+        for request in scheduler_output.scheduled_new_reqs:
+            if request.sampling_params is not None:
+                slot = self.req_states.req_id_to_index[request.req_id]
+                self.speculator.admit(slot, request, self._path_dependent(slot, request.sampling_params))
+        if scheduler_output.scheduled_new_reqs:
+            self.speculator.apply_staged_writes()
+
+    def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        """vLLM's, of a step that has as many drafts as the budget wants verified."""
+        runner: Any = self
+        if not any(self._is_structured(name) for name in scheduler_output.scheduled_spec_decode_tokens):
+            scheduler_output = shares.cut(scheduler_output, self.speculator.chances, runner.cudagraph_manager)
+        return super().execute_model(scheduler_output, *args, **kwargs)  # type: ignore[misc]
+
+    def _is_structured(self, name: str) -> bool:
+        """Whether a request's masks have a row for each draft that was scheduled."""
+        slot = self.req_states.req_id_to_index.get(name)
+        structured: bool = slot is not None and self.speculator.structured[slot]  # numpy
+        return structured
+
+    def _path_dependent(self, slot: int, params: Any) -> bool:
+        """Whether what a request samples is made by code that takes its rows for a chain, and by the tokens in them."""
+        return params.thinking_token_budget is not None or any(
+            processor.is_under(slot) for processor in self.sampler.logits_processors[NUM_STOCK_PROCESSORS:]
+        )
+
+    def sample(self, hidden_states: torch.Tensor, input_batch: Any, grammar_output: Any) -> Any:
+        """vLLM's, then make the KV cache what it would be had the accepted path been a chain."""
+        result = super().sample(hidden_states, input_batch, grammar_output)  # type: ignore[misc]
+        if input_batch.num_draft_tokens:
+            self._settle()
+            structured = self.speculator.structured[input_batch.idx_mapping_np]
+            self.speculator.counts.count("fallbacks:structured_output_chain", int(structured.sum()))
+            if self.speculator.chain_reason is not None:
+                self.speculator.counts.count("fallbacks:model_chain", input_batch.num_reqs)
+        return result
+
+    def _settle(self) -> None:
+        """Move the accepted paths' KV."""
+        path: torch.Tensor = self.rejection_sampler.walked.path
+        for group_id, move in self.kv_movers:
+            move(path, self.speculator.layout.first_row, self.model_state.slot_mappings[group_id])
+
+
+def _path_mover(layers: Sequence[Any]) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]:
+    """What moves paths in the layers' caches, in one launch where the backend has a kernel for it."""
+    impl = type(layers[0].impl)
+    if hasattr(impl, "path_mover"):
+        mover: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None] = impl.path_mover(layers)
+        return mover
+    copy = impl.kv_mover(layers)
+
+    def move(path: torch.Tensor, first_row: torch.Tensor, slots: torch.Tensor) -> None:
+        rows = first_row[: len(path), None]
+        place = torch.arange(path.shape[1], device=path.device)
+        # Behind a path its rows are their own: where there is no such row, any that is left alone.
+        source, target = torch.where(path == place, 0, path), torch.where(path == place, 0, place)
+        copy(slots[rows + source], slots[rows + target])
+
+    return move
+
+
+def install(runner: Any) -> None:
+    """Put the mixin in front of a constructed runner's class, and our speculator in the place of vLLM's.
+
+    The CPU worker builds its runner inline, so there is no method to override that returns it; giving the finished
+    object a subclass is the same for every platform and moves no state. Nothing has asked the speculator yet.
+    """
+    _put_before(runner, SpeculativeRunner)
+    settings = speculative.from_vllm_config(runner.vllm_config)
+    assert settings is not None
+    kind = DeviceSpeculator if runners.is_on_device(settings) else HostSpeculator
+    runner.speculator = kind(runner.vllm_config, runner.device, runner.req_states)
+    runner.speculator.may_vary = runner._may_vary
+    if reason := shares.problem(runner.vllm_config, settings):
+        logger.warning("vllm-ext: budget='shared' is 'goodput' here: %s.", reason)
+
+
+def _put_before(thing: Any, mixin: type[Any]) -> None:
+    base = type(thing)
+    thing.__class__ = type(f"{mixin.__name__}{base.__name__}", (mixin, base), {})

@@ -1,0 +1,191 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Between vLLM's V2 runner and what drafts there: what the steps' parts share, and vLLM's ``BaseSpeculator``.
+
+A step's parts (`model_state`, `rejection_sampler`, `model_runner`) know the trees of the slots and how a step's rows
+lie. They do not know where the trees come from: grown on the device (`device_speculator`), or by a proposer on the host
+(`host_speculator`). Nothing in this file asks for the value of a tensor on the host, so that vLLM can prepare the
+next step while this one runs. What the host decides it decides by what it knew before the step.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from vllm.utils.torch_utils import async_tensor_h2d
+from vllm.v1.worker.gpu.buffer_utils import UvaBackedTensor
+from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
+
+from vllm_ext.config import speculative
+from vllm_ext.engine.v2.counters import Counts
+from vllm_ext.kernels.backends import Backend
+from vllm_ext.kernels.device_trees import RowLayout, SlotTrees, lay_out
+from vllm_ext.kernels.recycling import WalkedRows
+from vllm_ext.kernels.top_k import top_k_ids
+from vllm_ext.proposers.tree import Float32
+
+# vLLM's V2 runner has Triton; on a CPU its tests run it in the interpreter.
+BACKEND: Backend = "triton"
+# Of requests whose sampling depends on their output's tokens: their trees are sampled depth by depth.
+SLOW_DEPTH = 6
+
+
+class StepRows(NamedTuple):
+    """What a step has computed and verified, on the device: of each request its root's row, then its tree's."""
+
+    logits: torch.Tensor  # [rows, vocab] the target's own; of structured requests with their grammar's mask
+    verified: WalkedRows
+    layout: RowLayout | None  # of the trees; None where the step had no drafts, and each row is a root
+
+
+class Paths(NamedTuple):
+    """Of rows that are sampled, which ones are before them."""
+
+    bits: torch.Tensor  # int32 [rows, WORDS]
+    parents: torch.Tensor  # int32 [rows]
+
+
+class TreeSpeculator(BaseSpeculator):  # type: ignore[misc]  # vLLM is untyped to us
+    """Drafts of all requests, by slot; and of the step that runs, how they were laid out."""
+
+    supports_mm_inputs = False
+    draft_logits = None  # drafts are certain
+
+    trees: SlotTrees  # for the next step; the subclass makes them
+    only_chains = False  # by the method's own options
+    # By request, of the nodes of its tree, as far as the host knows; see `shares.cut`.
+    chances: Mapping[str, Float32] = MappingProxyType({})
+
+    def __init__(self, vllm_config: Any, device: torch.device, req_states: Any) -> None:
+        settings = speculative.from_vllm_config(vllm_config)
+        assert settings is not None
+        self.settings = settings
+        self.device = device
+        self.req_states = req_states
+        self.num_nodes: int = settings.options.num_speculative_tokens
+        self.max_num_reqs: int = vllm_config.scheduler_config.max_num_seqs
+        self.layout = RowLayout.of_size(self.max_num_reqs, self.max_num_reqs * (1 + self.num_nodes), device)
+        self.ones = torch.ones(self.max_num_reqs, dtype=torch.int32, device=device)
+        self.no_past = torch.zeros(self.max_num_reqs, dtype=torch.int32, device=device)
+        self.verifying: Paths | None = None  # while trees' rows are sampled, these
+        # By slot: a row's distribution depends on the tokens of its path, and whoever makes it takes rows for a chain.
+        self.path_dependent = np.zeros(self.max_num_reqs, dtype=bool)
+        self.structured = np.zeros(self.max_num_reqs, dtype=bool)
+        self._teaches = UvaBackedTensor(self.max_num_reqs, dtype=torch.int32)
+        # Why this model's drafts are chains; None where it can verify trees. Set once the caches are bound.
+        self.chain_reason: str | None = None
+        self.counts = Counts(vllm_config, device)
+        self.may_vary: Callable[[], bool] = lambda: (
+            False
+        )  # whether steps may have any query lengths; of the runner
+        self.varlen = (
+            False  # captured graphs are for such steps, whose every request has a tree, or its root alone
+        )
+
+    @property
+    def enable_adaptive_verification(self) -> bool:
+        """What vLLM asks of a speculator before it captures: graphs of decoding for any query lengths, or for one."""
+        return self.may_vary()
+
+    @property
+    @abstractmethod
+    def memory(self) -> tuple[int, str]:
+        """Bytes that drafting holds, and of which memory: ``host`` or ``device``."""
+
+    def init_cudagraph_manager(self, cudagraph_mode: Any) -> None:
+        """Nothing of ours is captured."""
+
+    def capture(self) -> None:
+        """See above."""
+
+    def admit(self, slot: int, request: Any, path_dependent: bool) -> None:
+        """A request has got a slot; its text is on the device.
+
+        Args:
+            slot: of vLLM's request state.
+            request: vLLM's ``NewRequestData``; of one that was preempted with what it had put out.
+            path_dependent: what is sampled depends on more of the output than its length.
+        """
+        structured = request.sampling_params.structured_outputs is not None
+        self.structured[slot] = structured
+        self._teaches.np[slot] = not structured
+        self.path_dependent[slot] = path_dependent
+        # vLLM masks the logits along the flat list of drafts: right for a chain, wrong for a tree.
+        chain = structured or self.chain_reason is not None or self.only_chains
+        self.start(slot, request, chain, SLOW_DEPTH if path_dependent else self.num_nodes)
+
+    def apply_staged_writes(self) -> None:
+        """After `admit`, before the step."""
+        self._teaches.copy_to_uva()
+
+    @property
+    def teaches(self) -> torch.Tensor:
+        """int32 ``[slots]``: 1 if the logits of a request are the model's own, with no grammar's mask in them."""
+        flags: torch.Tensor = self._teaches.gpu
+        return flags
+
+    @property
+    def prefill_len(self) -> torch.Tensor:
+        """int32 ``[slots]``: tokens of each request's prompt, and of what it had put out when it came back."""
+        lengths: torch.Tensor = self.req_states.prefill_len.gpu
+        return lengths
+
+    def to_device(self, numbers: Any, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+        """Integers that the host knows, without waiting."""
+        moved: torch.Tensor = async_tensor_h2d(numbers, device=self.device, dtype=dtype)
+        return moved
+
+    def lay_out(self, input_batch: Any) -> None:
+        """Rows and positions of the step's trees, in buffers that stay where they are."""
+        lay_out(
+            self.trees,
+            input_batch.idx_mapping,
+            input_batch.query_start_loc,
+            input_batch.cu_num_logits,
+            input_batch.seq_lens,
+            input_batch.positions,
+            self.layout,
+            BACKEND,
+        )
+
+    @staticmethod
+    def top(logits: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """int32 and float32 ``[rows, width]``: ids of each row's largest logits, best first, and these."""
+        top_ids = top_k_ids(logits, width, BACKEND)
+        return top_ids, logits.gather(1, top_ids.to(torch.int64)).to(torch.float32)
+
+    @abstractmethod
+    def start(self, slot: int, request: Any, chain: bool, most_depth: int) -> None:
+        """A request has come, or has come back.
+
+        Args:
+            slot: see `admit`.
+            request: see `admit`.
+            chain: a tree cannot be verified for it.
+            most_depth: of a node that can be.
+        """
+
+    @abstractmethod
+    def learn(self, rows: StepRows) -> None:
+        """A step has been verified; before `propose` makes the next step's trees."""
+
+    def needs(self, has_drafts: bool) -> bool:
+        """Whether `learn` is to hear of the step that runs."""
+        return True
+
+    @abstractmethod
+    def serve(self) -> None:
+        """Requests have been made up so far, to warm up: what was learnt from them is forgotten."""
+
+    def load(self) -> None:
+        """The model is loaded, nothing has run yet."""
+
+    def finish(self, request_ids: Iterable[str]) -> None:
+        """Requests are gone: finished or aborted, not preempted."""
+
+    def close(self) -> None:
+        """The worker shuts down; may be called again."""

@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Draft models, heads of early exits, and thresholds, learnt from the target."""

@@ -65,7 +65,7 @@ class Header(BaseModel):
     version: Literal[1] = 1
     created: str  # UTC, ISO 8601
     tokenizer: str  # the name it was given by; for people
-    tokenizer_hash: str  # vllm_ext.data.model_tokenizer.vocabulary_hash
+    tokenizer_hash: str  # vllm_ext.data.model_files.vocabulary_hash
     vocab_size: int = Field(ge=1, lt=2**31 - 1)  # one more than the largest token id
     segments: list[SegmentInfo]
 

@@ -32,7 +32,7 @@ class Header(BaseModel):
 
     created: str  # UTC, ISO 8601
     tokenizer: str  # the name it was given by; for people
-    tokenizer_hash: str  # vllm_ext.data.model_tokenizer.vocabulary_hash
+    tokenizer_hash: str  # vllm_ext.data.model_files.vocabulary_hash
     vocab_size: int  # one more than the largest token id
     num_sequences: int  # different ones
     longest: int  # tokens of the longest

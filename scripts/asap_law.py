@@ -36,7 +36,7 @@ def own_law(llm: Any, prompt: list[int]) -> dict[str, float]:
     """The model's probability of each answer, however it is spelled; spellings below `LEAST` are left out."""
     from vllm import SamplingParams
 
-    from vllm_ext.data.model_tokenizer import ModelVocabulary
+    from vllm_ext.data.model_files import ModelVocabulary
     from vllm_ext.samplers.grammar import Grammars
 
     tokenizer = llm.get_tokenizer()

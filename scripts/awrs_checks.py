@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from vllm_ext.data.model_tokenizer import ModelVocabulary
+from vllm_ext.data.model_files import ModelVocabulary
 from vllm_ext.demo import embedded_model
 from vllm_ext.kernels.chance import RandomChance
 from vllm_ext.samplers import awrs

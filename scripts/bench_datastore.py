@@ -27,7 +27,7 @@ from pathlib import Path
 
 import numpy as np
 
-from vllm_ext.data import model_tokenizer
+from vllm_ext.data import model_files
 from vllm_ext.proposers import datastore
 from vllm_ext.proposers.base import Request, Sampling, VerifiedRows
 from vllm_ext.proposers.datastore import Datastore
@@ -121,7 +121,7 @@ def main() -> None:
     files = sorted(path for path in args.inputs.rglob("*.py") if path.is_file() and path.stat().st_size)
     random.Random(0).shuffle(files)
     held_out, files = files[: len(files) // 10], files[len(files) // 10 :]
-    tokenizer = model_tokenizer.load_tokenizer(args.tokenizer)
+    tokenizer = model_files.load_tokenizer(args.tokenizer)
 
     def encode(paths: list[Path]) -> list[Int32]:
         texts = [path.read_text(errors="replace") for path in paths]

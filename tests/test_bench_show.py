@@ -12,10 +12,10 @@ from rich.console import Console
 from test_bench_cli import invoke, measured
 
 from vllm_ext.bench import side_by_side
-from vllm_ext.bench.doubts import doubts
 from vllm_ext.cli import bench
+from vllm_ext.cli.bench_tables import progress, show
+from vllm_ext.report.doubts import doubts
 from vllm_ext.report.saved_runs import Run
-from vllm_ext.report.terminal import progress, show
 
 LONG = "token_recycling(matrix_width=8, context_tokens=4, num_speculative_tokens=16, budget=goodput)"
 OTHER = "token_recycling(matrix_width=2, context_tokens=4, num_speculative_tokens=16, budget=goodput)"

@@ -22,7 +22,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from typer.testing import CliRunner
 
 from vllm_ext.cli.main import app
-from vllm_ext.data import atomic_files, datastore_build, datastore_merge, model_tokenizer
+from vllm_ext.data import atomic_files, datastore_build, datastore_merge, model_files
 from vllm_ext.data import documents as datastore_input
 from vllm_ext.data.documents import InputError, find_files, read_pieces
 from vllm_ext.kernels import suffix_array_ref as ref
@@ -408,7 +408,7 @@ def store(tmp_path: Path, model: str) -> Path:
 
 def check(folder: Path, tokenizer: str, vocab_size: int = 11) -> None:
     """What a server does before it loads the model."""
-    Rest.check(RestOptions(datastore=str(folder)), vocab_size, lambda: model_tokenizer.hash_of(tokenizer))
+    Rest.check(RestOptions(datastore=str(folder)), vocab_size, lambda: model_files.hash_of(tokenizer))
 
 
 def test_a_whole_store_passes(store: Path, model: str) -> None:
@@ -507,14 +507,14 @@ def test_a_header_that_is_no_file_or_too_deep_is_refused(store: Path, model: str
 
 def test_another_tokenizer_is_refused(store: Path, model: str, tmp_path: Path) -> None:
     other = save_tokenizer(tmp_path / "other", WORDS[::-1])
-    hashes = model_tokenizer.hash_of(model)[:12], model_tokenizer.hash_of(other)[:12]
+    hashes = model_files.hash_of(model)[:12], model_files.hash_of(other)[:12]
     says = rf"another tokenizer \('{model}', hash {hashes[0]}\) than this model's \(hash {hashes[1]}\).*build"
     with pytest.raises(DatastoreError, match=says):
         check(store, other)
     hybrid = HybridOptions(drafters=["token_recycling", {"method": "rest", "datastore": str(store)}])
-    Hybrid.check(hybrid, 11, lambda: model_tokenizer.hash_of(model))
+    Hybrid.check(hybrid, 11, lambda: model_files.hash_of(model))
     with pytest.raises(DatastoreError, match=says):
-        Hybrid.check(hybrid, 11, lambda: model_tokenizer.hash_of(other))
+        Hybrid.check(hybrid, 11, lambda: model_files.hash_of(other))
     with pytest.raises(DatastoreError, match=says):
         build(store, other, tmp_path / "in.jsonl", append=True)
     with pytest.raises(DatastoreError, match=r"token ids up to 10, the model only 10"):
@@ -526,13 +526,13 @@ def test_another_tokenizer_is_refused(store: Path, model: str, tmp_path: Path) -
 
 def test_the_hash_is_that_of_ids_and_tokens(model: str, tmp_path: Path) -> None:
     longer = save_tokenizer(tmp_path / "longer", [*WORDS, "w10"])
-    assert len({model_tokenizer.hash_of(name) for name in (model, longer)}) == 2
+    assert len({model_files.hash_of(name) for name in (model, longer)}) == 2
     tokenizer = Tokenizer.from_file(f"{model}/tokenizer.json")
-    before = model_tokenizer.vocabulary_hash(tokenizer)
-    assert before == model_tokenizer.vocabulary_hash(Tokenizer.from_file(f"{model}/tokenizer.json"))
+    before = model_files.vocabulary_hash(tokenizer)
+    assert before == model_files.vocabulary_hash(Tokenizer.from_file(f"{model}/tokenizer.json"))
     tokenizer.add_special_tokens(["<end>"])  # an id more
-    assert model_tokenizer.vocabulary_hash(tokenizer) != before
-    assert model_tokenizer.vocab_size(tokenizer) == len(WORDS) + 2
+    assert model_files.vocabulary_hash(tokenizer) != before
+    assert model_files.vocab_size(tokenizer) == len(WORDS) + 2
 
 
 def test_a_model_without_tokenizer_json(model_dir: str, tmp_path: Path) -> None:
@@ -544,12 +544,12 @@ def test_a_model_without_tokenizer_json(model_dir: str, tmp_path: Path) -> None:
     settings = {"tokenizer_class": "GPT2Tokenizer", "model_type": "gpt2"}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
     (tmp_path / "config.json").write_text(json.dumps(settings))
-    assert model_tokenizer.hash_of(str(tmp_path)) == model_tokenizer.hash_of(model_dir)
+    assert model_files.hash_of(str(tmp_path)) == model_files.hash_of(model_dir)
     with pytest.raises(ValueError, match=r"tokenizer='.*nowhere' cannot be loaded.*name a model's folder"):
-        model_tokenizer.load_tokenizer(str(tmp_path / "nowhere"))
+        model_files.load_tokenizer(str(tmp_path / "nowhere"))
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(ValueError, match=r"tokenizer.json cannot be read"):
-        model_tokenizer.load_tokenizer(str(tmp_path))
+        model_files.load_tokenizer(str(tmp_path))
 
 
 # Replacing a store
@@ -722,7 +722,7 @@ def test_commands(tmp_path: Path, model: str) -> None:
     assert run("build", "--append", "--output", store, source).exit_code == 0
     info = run("info", store, "--verify")
     assert "4 documents, 16 tokens, 2 segments" in info.output
-    assert model_tokenizer.hash_of(model) in info.output
+    assert model_files.hash_of(model) in info.output
     assert "all checksums fit" in info.output
     assert "4 documents, 16 tokens, 1 segment" in run("merge", store).output
     tokens = next(store.glob("*.tokens"))

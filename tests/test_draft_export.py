@@ -13,7 +13,7 @@ import pytest
 pytest.importorskip("vllm")
 
 from vllm_ext.data import answers
-from vllm_ext.engine.answer_export import LEAST, MAX_LENGTH, TOP_K, Export
+from vllm_ext.engine.draft_model.answer_export import LEAST, MAX_LENGTH, TOP_K, Export
 from vllm_ext.proposers.base import VerifiedRows
 
 

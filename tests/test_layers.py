@@ -58,6 +58,80 @@ def test_import_direction(folder: str, forbidden: list[str]) -> None:
             assert not any(under(name, other) for other in FOLDERS), f"{file}: write vllm_ext.{name}"
 
 
+ROOMS = sorted(
+    folder
+    for folder in (ROOT / "vllm_ext").glob("**/")
+    if not set(folder.relative_to(ROOT).parts) & {*FOLDERS, "__pycache__"}
+)
+MOST_FILES, MOST_LINES = 15, 400
+
+
+def room_of(name: str) -> str:
+    """The room of a module of ours; the top one is \"\"."""
+    path = ROOT / name.replace(".", "/")
+    room = path if path.is_dir() else path.parent
+    return ".".join(room.relative_to(ROOT / "vllm_ext").parts)
+
+
+def imports_of_rooms() -> dict[str, set[str]]:
+    """Of each room of `vllm_ext/`, those it imports from, at any depth. The top one may import all, and be imported."""
+    found: dict[str, set[str]] = {}
+    for folder in ROOMS:
+        room = ".".join(folder.relative_to(ROOT / "vllm_ext").parts)
+        names: set[str] = set()
+        for file in folder.glob("*.py"):
+            for name in imported_modules(file):
+                if under(name, "vllm_ext"):
+                    names.add(room_of(name))
+        found[room] = {name for name in names if name not in ("", room) and name.split(".")[0] not in FOLDERS}
+    return found
+
+
+@pytest.mark.parametrize("room", ROOMS, ids=lambda room: str(room.relative_to(ROOT)))
+def test_a_room_has_a_few_files_that_do_one_thing(room: Path) -> None:
+    files = [file for file in room.glob("*.py") if file.name != "__init__.py"]
+    assert len(files) <= MOST_FILES, f"{room} has {len(files)} files"
+    for file in files:
+        lines = len(file.read_text().splitlines())
+        assert lines <= MOST_LINES, f"{file} has {lines} lines"
+
+
+@pytest.mark.parametrize(
+    ("room", "forbidden"),
+    [
+        ("engine", ["cli", "bench", "report", "training", "doctor", "demo"]),
+        ("engine.v1", ["engine.v2"]),
+        ("engine.v2", ["engine.v1"]),
+        ("config", ["engine", "cli"]),
+        ("compat", ["config", "engine", "cli"]),
+        ("data", ["engine", "config", "cli"]),
+        ("bench", ["report", "cli"]),
+        ("training", ["report", "cli"]),
+        ("report", ["cli"]),
+    ],
+)
+def test_rooms_import_one_way(room: str, forbidden: list[str]) -> None:
+    for name, others in imports_of_rooms().items():
+        if under(name, room):
+            wrong = {other for other in others if any(under(other, of) for of in forbidden)}
+            assert not wrong, f"vllm_ext/{name} imports from {wrong}"
+
+
+def test_no_circle_of_rooms() -> None:
+    left = {room: set(others) for room, others in imports_of_rooms().items() if room}
+    while ends := [room for room, others in left.items() if not others & left.keys()]:
+        for room in ends:
+            del left[room]
+    assert not left, f"in a circle, or behind one: {left}"
+
+
+def test_config_imports_no_torch() -> None:
+    """Options are read in every process, also in those that only answer HTTP."""
+    script = "import sys; import vllm_ext.config.{0}; assert 'torch' not in sys.modules, '{0}'"
+    for file in sorted((ROOT / "vllm_ext" / "config").glob("*.py")):
+        subprocess.run([sys.executable, "-c", script.format(file.stem)], check=True, cwd=ROOT)
+
+
 def test_register_imports_no_torch_and_is_fast() -> None:
     """What every vLLM process pays for having us installed: the entry point's module, then register()."""
     script = """

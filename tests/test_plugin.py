@@ -17,6 +17,7 @@ from vllm_ext import patches, plugin
 from vllm_ext.compat import hooks
 from vllm_ext.config import refusals
 from vllm_ext.config.runners import Choice
+from vllm_ext.engine import step_extras
 
 METHOD = {"method": "token_recycling", "num_speculative_tokens": 4, "matrix_width": 2}
 
@@ -59,7 +60,7 @@ def test_drafts_come_with_tokens_where_workers_are_processes(
     assert AnyExecutor.get_class(users) is MultiprocExecutor
     assert config_for(model_dir).parallel_config.distributed_executor_backend == "mp"
 
-    answers = [SimpleNamespace(**{v1_executor.DRAFTS: "new"}), SimpleNamespace()]
+    answers = [SimpleNamespace(vllm_ext=step_extras.StepExtras(drafts="new")), SimpleNamespace()]
     monkeypatch.setattr(MultiprocExecutor, "sample_tokens", lambda *_: answers.pop(0))
     monkeypatch.setattr(MultiprocExecutor, "take_draft_token_ids", lambda _: "asked for")
     executor = object.__new__(v1_executor.Executor)

@@ -24,7 +24,7 @@ from vllm.v1.sample.logits_processor import validate_logits_processors_parameter
 from vllm_ext import plugin
 from vllm_ext.cli.main import app
 from vllm_ext.config import rules, runners
-from vllm_ext.data.model_tokenizer import ModelVocabulary
+from vllm_ext.data.model_files import ModelVocabulary
 from vllm_ext.engine.v1 import logits_processor
 from vllm_ext.kernels import trie
 from vllm_ext.samplers import trie_file
@@ -61,7 +61,7 @@ def engine_config(slice_dir: str, given: Any, **options: Any) -> Any:
 
 
 def test_each_answer_is_in_the_file(made: Path, slice_dir: str) -> None:
-    from vllm_ext.data.model_tokenizer import load_tokenizer
+    from vllm_ext.data.model_files import load_tokenizer
 
     tokenizer = load_tokenizer(slice_dir)
     found, header = trie_file.open_trie(made)
@@ -76,7 +76,7 @@ def test_each_answer_is_in_the_file(made: Path, slice_dir: str) -> None:
 
 
 def test_token_ids_and_text_make_the_same_file(made: Path, slice_dir: str, tmp_path: Path) -> None:
-    from vllm_ext.data.model_tokenizer import load_tokenizer
+    from vllm_ext.data.model_files import load_tokenizer
 
     ids = [load_tokenizer(slice_dir).encode(text, add_special_tokens=False).ids for text in ANSWERS]
     (tmp_path / "in.jsonl").write_text("\n".join(json.dumps({"name": row}) for row in ids[:3]))
@@ -345,6 +345,6 @@ def test_a_rule_that_is_not_there_is_named(made: Path) -> None:
     (found,) = settings.of_request(asking)
     assert found.name == "trie"
     # The name carries them to any process.
-    module, _, name = logits_processor.name_of(settings).partition(":")
+    module, _, name = logits_processor.configured.name_of(settings).partition(":")
     assert module == logits_processor.__name__
     assert getattr(logits_processor.configured, name.split(".")[1]).settings == settings

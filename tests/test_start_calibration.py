@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from vllm_ext.engine import calibration
-from vllm_ext.engine.calibration import ATTEMPTS, POWERS, curve
+from vllm_ext.engine.v1 import calibration
+from vllm_ext.engine.v1.calibration import ATTEMPTS, POWERS, curve
 
 
 class Machine:
@@ -21,7 +21,7 @@ class Machine:
         self.now, self.slower, self.shares = 0.0, slower, shares
         self.attempt = -1
         self.passes: list[int] = []
-        monkeypatch.setattr("vllm_ext.engine.calibration.time.perf_counter", lambda: self.now)
+        monkeypatch.setattr("vllm_ext.engine.v1.calibration.time.perf_counter", lambda: self.now)
 
     def run(self, size: int) -> None:
         self.passes.append(size)

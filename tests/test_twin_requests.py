@@ -17,7 +17,7 @@ from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.renderers.params import TokenizeParams
 from vllm.v1.engine import EngineCoreRequest
 
-from vllm_ext.data.model_tokenizer import ModelVocabulary
+from vllm_ext.data.model_files import ModelVocabulary
 from vllm_ext.engine import paired_requests
 from vllm_ext.samplers.prompt_parts import TwinPrompt
 

@@ -22,8 +22,7 @@ from vllm.v1.outputs import DraftTokenIds, LogprobsLists, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
-from vllm_ext.engine import paired_requests
-from vllm_ext.engine.v1.lookahead_scheduler import CHOICES, PAUSES
+from vllm_ext.engine import paired_requests, step_extras
 from vllm_ext.engine.v1.paired_rows import Twins
 from vllm_ext.engine.v1.scheduler import RulesScheduler
 from vllm_ext.samplers.steering import Candidate, Pause
@@ -105,7 +104,7 @@ class Engine:
         ready = [requests[name].num_computed_tokens >= requests[name].num_tokens for name in names]
         start = [sum(drafts[:i]) + i for i in range(len(names) + 1)]
         self._twins.begin({name: i for i, name in enumerate(names)}, start, ready)
-        for name, (place, chosen) in getattr(step, CHOICES, {}).items():
+        for name, (place, chosen) in step_extras.of(step).choices.items():
             self.told[name, place] = chosen
         sampled: list[list[int]] = [[] for _ in names]
         pauses: dict[str, Pause] = {}
@@ -132,7 +131,7 @@ class Engine:
         values = np.array([[log_p(*each)] for each in places])
         starts = np.cumsum([0, *map(len, sampled)]).tolist()
         output.logprobs = LogprobsLists(values, values, values[:, 0] if len(values) else values, starts)
-        setattr(output, PAUSES, pauses)
+        step_extras.set_of(output).pauses = pauses
         proposed = [[7] * self._chance.randint(0, 3) if tokens else [] for tokens in sampled]
         for owner, twin in self._twins.pairs:
             proposed[twin] = proposed[owner]

@@ -17,7 +17,8 @@ pytest.importorskip("vllm")
 from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
 
-from vllm_ext.engine.v2.shares import LEVEL, cut
+from vllm_ext.engine import step_extras
+from vllm_ext.engine.v2.shares import cut
 from vllm_ext.proposers.level_budget import DEFAULT_NODES, LevelBudget, by_batch_size, levels_of
 
 MOST_REQUESTS = 64
@@ -95,7 +96,7 @@ def a_step(requests: int, nodes: int, level: int) -> Any:
         total_num_scheduled_tokens=requests * (1 + nodes),
         scheduled_spec_decode_tokens={name: [-1] * nodes for name in names},
     )
-    setattr(made, LEVEL, level)
+    step_extras.set_of(made).level = level
     return made
 
 

@@ -14,8 +14,8 @@ pytest.importorskip("vllm")
 
 from vllm.config.compilation import CUDAGraphMode
 
-from vllm_ext.engine.v2.counters import BUDGET
-from vllm_ext.engine.v2.shares import LEVEL, are_shared, cut, problem
+from vllm_ext.engine import step_extras
+from vllm_ext.engine.v2.shares import are_shared, cut, problem
 
 SURE, UNSURE = np.array([[0.9, 0.8, 0.7, 0.6], [0.5, 0.2, 0.1, 0.05]], np.float32)
 
@@ -27,9 +27,9 @@ def step(lengths: dict[str, int], drafts: dict[str, int], level: int | None) -> 
         total_num_scheduled_tokens=sum(lengths.values()),
         scheduled_spec_decode_tokens={name: list(range(count)) for name, count in drafts.items()},
     )
-    setattr(made, BUDGET, {"gain": 1.5})
+    step_extras.set_of(made).budget = {"gain": 1.5}
     if level is not None:
-        setattr(made, LEVEL, level)
+        step_extras.set_of(made).level = level
     return made
 
 
@@ -56,7 +56,7 @@ def test_the_likeliest_nodes_stay(graphs: Any) -> None:
     assert made.scheduled_spec_decode_tokens == {"a": [0, 1, 2, 3]}
     assert made.num_scheduled_tokens == {"a": 5, "b": 1}
     assert made.total_num_scheduled_tokens == 6
-    assert getattr(made, BUDGET) == {"gain": 1.5}
+    assert step_extras.of(made).budget == {"gain": 1.5}
     # The scheduler's own is as it was.
     assert output.num_scheduled_tokens == {"a": 5, "b": 5}
     assert output.scheduled_spec_decode_tokens["b"] == [0, 1, 2, 3]

@@ -15,7 +15,7 @@ from typing import Any
 from vllm import SamplingParams
 from vllm.sampling_params import MAX_LOGPROB_TOKEN_IDS
 
-from vllm_ext.data.model_tokenizer import ModelVocabulary
+from vllm_ext.data.model_files import ModelVocabulary
 from vllm_ext.samplers.base import text_of
 from vllm_ext.samplers.exact_extract import Question, Search
 from vllm_ext.samplers.passage import Passages

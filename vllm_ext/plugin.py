@@ -321,10 +321,10 @@ def _processor_of(ruled: RuleSettings, on_v2: bool) -> str:
     if on_v2:
         from vllm_ext.engine.v2 import logits_processor as v2_rules
 
-        return v2_rules.name_of(ruled)
+        return v2_rules.configured.name_of(ruled)
     from vllm_ext.engine.v1 import logits_processor as v1_rules
 
-    return v1_rules.name_of(ruled)
+    return v1_rules.configured.name_of(ruled)
 
 
 def _with_folders(ruled: RuleSettings) -> RuleSettings:
@@ -392,10 +392,10 @@ def _check_rules(vllm_config: Any, ruled: RuleSettings, on_v2: bool) -> None:
 
 def _vocabulary(vllm_config: Any) -> tuple[int, Callable[[], str]]:
     """The target's number of token ids, and what hashes its tokenizer."""
-    from vllm_ext.data import model_tokenizer
+    from vllm_ext.data import model_files
 
     model = vllm_config.model_config
     return (
         model.get_vocab_size(),
-        functools.partial(model_tokenizer.hash_of, model.tokenizer, model.tokenizer_revision),
+        functools.partial(model_files.hash_of, model.tokenizer, model.tokenizer_revision),
     )

@@ -23,7 +23,7 @@ from vllm_ext.training.adadec_texts import Text
 
 pytestmark = pytest.mark.engine
 
-COMMAND = "from vllm_ext.cli.entry import main; main()"
+COMMAND = "from vllm_ext.entry import main; main()"
 # Of Python's own library.
 FILES = [Path(getattr(module, "__file__", "")) for module in (dataclasses, json, subprocess)]
 

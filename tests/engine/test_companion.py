@@ -19,7 +19,7 @@ from helpers import assert_same_outputs, generate, long_and_short_prompts, preem
 from vllm import SamplingParams
 
 from vllm_ext.data import answers
-from vllm_ext.engine.answer_export import MAX_LENGTH, TOP_K
+from vllm_ext.engine.draft_model.answer_export import MAX_LENGTH, TOP_K
 from vllm_ext.training.draft_model import Shape, make_model
 
 pytestmark = pytest.mark.engine

@@ -222,7 +222,11 @@ def test_the_trap_finds_what_waits(
 
 FILES = (
     # Rules read their requests' tokens on the host, and wait for these.
-    *(file for file in sorted(ENGINE.glob("v2/*.py")) if file.name not in ("logits_processor.py", "host_drafter.py")),
+    *(
+        file
+        for file in sorted(ENGINE.glob("v2/*.py"))
+        if file.name not in ("logits_processor.py", "host_drafter.py")
+    ),
     *sorted(ENGINE.glob("attention/*_captured.py")),
     ROOT / "proposers/token_recycling_device.py",
     *(ROOT / "kernels" / name for name in ("device_trees.py", "device_trees_triton.py")),

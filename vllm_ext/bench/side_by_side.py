@@ -19,8 +19,8 @@ from typing import Any
 from vllm_ext.bench.engine import SETTLE_LIMIT_S, EncodedPrompt, Engine, chat_token_ids, check_engines, settle
 from vllm_ext.bench.settings import PLAIN, Settings
 from vllm_ext.bench.stats import TIE_TOLERANCE, Divergence, first_difference, summarise
+from vllm_ext.compat.vllm_log import hide_vllm_log
 from vllm_ext.data.prompts import Prompt, evenly_spaced, load_prompts, rounds_of, turns_of
-from vllm_ext.report.console import hide_vllm_log
 
 
 @dataclass

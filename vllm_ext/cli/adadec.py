@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from vllm_ext.report.console import errors_of, progress_on, say
+from vllm_ext.cli.console import errors_of, progress_on, say
 
 if TYPE_CHECKING:
     from vllm_ext.samplers.adadec_threshold import Told
@@ -71,7 +71,7 @@ def learn_command(
     console, errors = Console(), Console(stderr=True)
     started = time.perf_counter()
     with errors_of(errors):
-        from vllm_ext.data.model_tokenizer import load_tokenizer, snapshot
+        from vllm_ext.data.model_files import load_tokenizer, snapshot
         from vllm_ext.training.adadec_texts import read_texts
 
         folder = str(snapshot(model))

@@ -17,7 +17,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from vllm_ext.report.console import errors_of
+from vllm_ext.cli.console import errors_of
 
 if TYPE_CHECKING:
     from vllm_ext.demo.servers import Answer, Server

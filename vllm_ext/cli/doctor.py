@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from vllm_ext.report.console import errors_of, hide_vllm_log, say, wrapped
+from vllm_ext.cli.console import errors_of, say, wrapped
+from vllm_ext.compat.vllm_log import hide_vllm_log
 
 if TYPE_CHECKING:
     from vllm_ext.doctor.environment import Check

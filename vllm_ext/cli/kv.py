@@ -12,8 +12,8 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
+from vllm_ext.cli.console import errors_of, say
 from vllm_ext.cli.listings import kv_methods
-from vllm_ext.report.console import errors_of, say
 
 kv_app = typer.Typer(help="KV caches that hold more tokens in the same memory.", no_args_is_help=True)
 

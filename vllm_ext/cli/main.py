@@ -65,5 +65,5 @@ def _root(
 
 
 def main() -> None:
-    """Entry point of scripts that were installed before `vllm_ext.cli.entry` was."""
+    """Entry point of scripts that were installed before `vllm_ext.entry` was."""
     app()

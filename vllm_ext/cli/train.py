@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from vllm_ext.report.console import errors_of, progress_on, say
+from vllm_ext.cli.console import errors_of, progress_on, say
 
 if TYPE_CHECKING:
     from vllm_ext.training.draft_model import Estimate
@@ -100,7 +100,7 @@ def draft_command(
     """Distil a small Llama from the target's answers; run again, it goes on where it was interrupted."""
     console, errors = Console(), Console(stderr=True)
     with errors_of(errors):
-        from vllm_ext.data.model_tokenizer import snapshot
+        from vllm_ext.data.model_files import snapshot
         from vllm_ext.training.draft_model import (
             OF_LAYERS,
             Recipe,
@@ -233,7 +233,7 @@ def exits_command(
     """Train heads of early exits, for the methods layerskip and del, by the model's own answers."""
     console, errors = Console(), Console(stderr=True)
     with errors_of(errors):
-        from vllm_ext.data.model_tokenizer import snapshot
+        from vllm_ext.data.model_files import snapshot
         from vllm_ext.engine.models import exit_heads
         from vllm_ext.training.draft_model import Recipe, split
         from vllm_ext.training.early_exits import agreement, distil, features, shuffled

@@ -19,7 +19,7 @@ from pydantic import ValidationError
 
 from vllm_ext.config import speculative
 from vllm_ext.config.allowed import hint, nearest
-from vllm_ext.data.model_tokenizer import ModelVocabulary
+from vllm_ext.data.model_files import ModelVocabulary
 from vllm_ext.proposers.base import Request
 from vllm_ext.proposers.tree import DraftTree
 from vllm_ext.proposers.under_grammar import under_grammar

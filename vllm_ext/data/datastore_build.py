@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import numpy as np
 
 from vllm_ext.data import atomic_files as files
-from vllm_ext.data import model_tokenizer
+from vllm_ext.data import model_files
 from vllm_ext.data.atomic_files import CHUNK, Output, Progress
 from vllm_ext.data.documents import (
     PIECE_CHARACTERS,
@@ -72,8 +72,8 @@ def build(
         raise ValueError("--model is missing; name the model that the store is for")
     sources = find_files(inputs, include, exclude)
     check_field(inputs, field)
-    tokenizer = model_tokenizer.load_tokenizer(tokenizer_name)
-    tokenizer_hash = model_tokenizer.vocabulary_hash(tokenizer)
+    tokenizer = model_files.load_tokenizer(tokenizer_name)
+    tokenizer_hash = model_files.vocabulary_hash(tokenizer)
     with files.writing(folder):
         if append:
             before = datastore.read_header(folder)  # once more: now nobody else writes
@@ -82,7 +82,7 @@ def build(
             created=files.now(),
             tokenizer=before.tokenizer if before else tokenizer_name,
             tokenizer_hash=tokenizer_hash,
-            vocab_size=model_tokenizer.vocab_size(tokenizer),
+            vocab_size=model_files.vocab_size(tokenizer),
             segments=list(before.segments) if before else [],
         )
         raw = folder / "building.tokens"

@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from vllm_ext.data import model_tokenizer
+from vllm_ext.data import model_files
 from vllm_ext.data.prompts import PROMPT_FIELDS, load_prompts
-from vllm_ext.engine.models import exit_heads
 from vllm_ext.samplers import caad, guide_file, svdecode
 from vllm_ext.samplers.guide_file import Header
 
@@ -64,7 +63,7 @@ def make_caad(model: str, examples: Sequence[Example], top_k: int, report: Progr
         report: told how many were read.
         output: the file to make.
     """
-    folder = model_tokenizer.snapshot(model)
+    folder = model_files.snapshot(model)
     contexts, ids, gains = [], [], []
     for hidden, logits, _ in _read(folder, examples, report):
         kept = logits.log_softmax(1).topk(min(top_k, logits.shape[1]), 1)
@@ -91,8 +90,8 @@ def make_svdecode(
     Raises:
         ValueError: the two models have different tokenizers.
     """
-    folder, before = model_tokenizer.snapshot(model), model_tokenizer.snapshot(original)
-    hashes = {model_tokenizer.hash_of(str(each)) for each in (folder, before)}
+    folder, before = model_files.snapshot(model), model_files.snapshot(original)
+    hashes = {model_files.hash_of(str(each)) for each in (folder, before)}
     if len(hashes) > 1:
         raise ValueError(
             f"--original={original!r}: its tokenizer is not that of {model}; name the model it was tuned from"
@@ -125,7 +124,7 @@ def check(field: str, file: str, rule: str, model: str) -> None:
         ValueError: naming the field, the file, and the way out.
     """
     _, header = guide_file.read(field, file, rule)
-    if header.fingerprint != exit_heads.fingerprint(model_tokenizer.snapshot(model)):
+    if header.fingerprint != model_files.fingerprint(model_files.snapshot(model)):
         raise ValueError(
             f"{field}={file!r} was made for {header.model}, whose weights are not those of {model}; make it anew with "
             f"`vllm-ext {rule} build`"
@@ -160,7 +159,7 @@ def _write(
         rule=rule,
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         model=model,
-        fingerprint=exit_heads.fingerprint(folder),
+        fingerprint=model_files.fingerprint(folder),
         made_of=made_of,
     )
     guide_file.write(output, {name: array.contiguous() for name, array in arrays.items()}, header)

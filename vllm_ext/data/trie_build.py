@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from vllm_ext.data import model_tokenizer
+from vllm_ext.data import model_files
 from vllm_ext.data.atomic_files import Progress, now
 from vllm_ext.data.documents import InputError
 from vllm_ext.kernels import trie
@@ -49,8 +49,8 @@ def build(
     Raises:
         ValueError: an input cannot be read as asked for, or holds an id that the tokenizer does not know.
     """
-    loaded = model_tokenizer.load_tokenizer(tokenizer)
-    vocab_size = model_tokenizer.vocab_size(loaded)
+    loaded = model_files.load_tokenizer(tokenizer)
+    vocab_size = model_files.vocab_size(loaded)
     read = Read()
     parts: list[tuple[Int32, Int32]] = []  # token ids one behind another, and lengths
     for path in inputs:
@@ -59,7 +59,7 @@ def build(
         parts += _read(path, field, prefix, loaded, vocab_size, read, report)
     if not read.num_sequences:
         raise InputError("the inputs hold no answer; name files that do")
-    header, made = _make(parts, tokenizer, model_tokenizer.vocabulary_hash(loaded), vocab_size, report)
+    header, made = _make(parts, tokenizer, model_files.vocabulary_hash(loaded), vocab_size, report)
     trie_file.write(output, made, header)
     return header, made, read
 

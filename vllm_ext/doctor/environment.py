@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from vllm_ext import __version__
-from vllm_ext.cli.entry import MIN_PYTHON, PYTHON_WAY_OUT
 from vllm_ext.compat import cpu
+from vllm_ext.compat.python_version import MIN_PYTHON, PYTHON_WAY_OUT
 
 if TYPE_CHECKING:
     from vllm_ext.compat import hooks

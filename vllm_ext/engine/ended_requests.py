@@ -10,7 +10,7 @@ from vllm.v1.core.sched.scheduler import Scheduler as StockScheduler
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.request import RequestStatus
 
-from vllm_ext.engine.rule_faults import FAULTS
+from vllm_ext.engine import step_extras
 
 
 class EndsFaulty:
@@ -21,7 +21,7 @@ class EndsFaulty:
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
         """vLLM's; what was sampled where a rule has failed is nobody's token."""
-        faults = getattr(model_runner_output, FAULTS, {})
+        faults = step_extras.of(model_runner_output).faults
         failed: dict[str, Any] = {}
         for name, (place, _) in faults.items():
             request = self.requests.get(name)

@@ -17,7 +17,7 @@ from typing import Any
 from vllm.exceptions import VLLMValidationError
 
 from vllm_ext.config import rules
-from vllm_ext.data.model_tokenizer import ModelVocabulary
+from vllm_ext.data.model_files import ModelVocabulary
 from vllm_ext.samplers.prompt_parts import Prompt, TwinPrompt
 
 # Keys of SamplingParams.extra_args; a request that brings them is refused.

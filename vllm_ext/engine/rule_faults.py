@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from vllm_ext.engine import step_extras
 from vllm_ext.samplers.base import Row, Rule
 from vllm_ext.samplers.messages import quoted
 from vllm_ext.samplers.steering import Pause, PausingRule
@@ -23,8 +24,6 @@ SHORT_PATIENCE = 0.25  # where they cannot be
 CANNOT_WAIT = "and rows wait longer on V1 alone, without a scheduler_cls or async_scheduling of one's own"
 
 logger = logging.getLogger("vllm.vllm_ext")
-
-FAULTS = "vllm_ext_faults"  # of a ModelRunnerOutput: by request id, a place in the output and what was raised there
 
 
 def apply(
@@ -109,9 +108,9 @@ def attach(output: Any, faults: Mapping[str, tuple[int, str]]) -> None:
 
     Args:
         output: vLLM's ModelRunnerOutput, or what it becomes one of.
-        faults: by request id; see `FAULTS`.
+        faults: by request id; see `StepExtras`.
     """
     if faults and output is not None:
         for own in ("model_runner_output", "_model_runner_output"):  # of V2's and V1's asynchronous outputs
             output = getattr(output, own, output)
-        setattr(output, FAULTS, dict(faults))
+        step_extras.set_of(output).faults = dict(faults)

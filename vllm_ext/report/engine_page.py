@@ -16,9 +16,9 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from vllm_ext.bench.doubts import doubts
 from vllm_ext.bench.settings import PLAIN
 from vllm_ext.report import plots as bench_plots
+from vllm_ext.report.doubts import doubts
 from vllm_ext.report.plots import Mark, Point
 from vllm_ext.report.saved_runs import CategoryFigures, Comparison, Run, comparisons
 from vllm_ext.report.tables import (

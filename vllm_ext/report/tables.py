@@ -6,8 +6,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from vllm_ext.bench.doubts import is_doubtful
 from vllm_ext.bench.settings import PLAIN, short_labels
+from vllm_ext.report.doubts import is_doubtful
 from vllm_ext.report.saved_runs import CategoryFigures, Comparison, Run
 
 NUM_COLOURS = 10  # of methods, before they repeat; the names do not

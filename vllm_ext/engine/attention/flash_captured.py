@@ -12,14 +12,13 @@ from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend, FlashAt
 from vllm_ext.engine.attention import flash
 from vllm_ext.engine.attention.triton_captured import TreeTritonAttentionImpl
 from vllm_ext.engine.tree_layers import takes_trees
-from vllm_ext.engine.v2.speculator import BACKEND
 from vllm_ext.kernels.backends import Backend
 
 
 class TreeFlashAttentionImpl(flash.TreeFlashAttentionImpl):
     """V1's, that moves keys and values of all layers at once."""
 
-    backend: ClassVar[Backend] = BACKEND
+    backend: ClassVar[Backend] = "triton"
 
     @classmethod
     def path_mover(cls, layers: Sequence[Any]) -> Callable[..., None]:

@@ -12,7 +12,6 @@ from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend, Trito
 
 from vllm_ext.engine.attention import triton
 from vllm_ext.engine.tree_layers import takes_trees
-from vllm_ext.engine.v2.speculator import BACKEND
 from vllm_ext.kernels.backends import Backend
 from vllm_ext.kernels.path_move import Caches, move_paths
 
@@ -20,7 +19,7 @@ from vllm_ext.kernels.path_move import Caches, move_paths
 class TreeTritonAttentionImpl(triton.TreeTritonAttentionImpl):
     """V1's, that moves keys and values of all layers at once."""
 
-    backend: ClassVar[Backend] = BACKEND
+    backend: ClassVar[Backend] = "triton"
 
     @classmethod
     def path_mover(cls, layers: Sequence[Any]) -> Callable[..., None]:
@@ -33,7 +32,7 @@ class TreeTritonAttentionImpl(triton.TreeTritonAttentionImpl):
 
         def move(path: torch.Tensor, first_row: torch.Tensor, slots: torch.Tensor) -> None:
             for caches in all_caches:
-                move_paths(caches, path, first_row, slots, BACKEND)
+                move_paths(caches, path, first_row, slots, cls.backend)
 
         return move
 

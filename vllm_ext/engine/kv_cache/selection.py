@@ -20,8 +20,8 @@ from vllm.distributed.parallel_state import get_tensor_model_parallel_world_size
 from vllm_ext.codecs.base import KVCodec
 from vllm_ext.codecs.selection import Choice, lists_of
 from vllm_ext.config import kv_cache
+from vllm_ext.engine import step_extras
 from vllm_ext.engine.kv_cache.encoded_rows import EncodedMetadata
-from vllm_ext.engine.v1.scheduler import FORGOTTEN
 from vllm_ext.kernels.encoded_attention import Reading
 
 
@@ -91,7 +91,7 @@ class SelectingRunner:
             accepted = {} if trees is None else {i: trees.accepted[i] for i in trees.decoding}
             forgotten = settle(parts, reading.watched.numpy(), mass.numpy(), accepted)
             if output is not None:
-                setattr(output, FORGOTTEN, forgotten)
+                step_extras.set_of(output).forgotten = forgotten
         return output
 
     def _on_request_state_removed(self, req_id: str, req_state: Any) -> None:

@@ -6,36 +6,15 @@ A file belongs to one model: it carries a fingerprint of the weights it was made
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
 
+from vllm_ext.data import model_files
+
 FORMAT = "vllm_ext exit heads 1"
 Head = Callable[[torch.Tensor], torch.Tensor]  # [num_rows, hidden] both
-PLACES, BYTES = 16, 1 << 16  # of a file of weights that are looked at, besides its header
-
-
-def fingerprint(folder: Path) -> str:
-    """Of a model's weights: their names, shapes and dtypes, and bytes from many places. Fast, however large they are.
-
-    Raises:
-        ValueError: the folder has no safetensors files.
-    """
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise ValueError(f"{folder} has no safetensors files; exit heads belong to a model that has")
-    found = hashlib.sha256()
-    for file in files:
-        size = file.stat().st_size
-        with file.open("rb") as stream:
-            header = stream.read(8)
-            found.update(header + stream.read(int.from_bytes(header, "little")))
-            for place in range(PLACES):
-                stream.seek(max(size - BYTES, 0) * place // (PLACES - 1))
-                found.update(stream.read(BYTES))
-    return found.hexdigest()
 
 
 def save(file: Path, heads: Mapping[int, tuple[torch.Tensor, torch.Tensor]], model: Path) -> None:
@@ -53,7 +32,7 @@ def save(file: Path, heads: Mapping[int, tuple[torch.Tensor, torch.Tensor]], mod
         tensors[f"{exit_layer}.weight"] = weight.detach().float().cpu().contiguous().clone()
         tensors[f"{exit_layer}.bias"] = bias.detach().float().cpu().contiguous().clone()
     file.parent.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, file, metadata={"format": FORMAT, "model": fingerprint(model)})
+    save_file(tensors, file, metadata={"format": FORMAT, "model": model_files.fingerprint(model)})
 
 
 def exits_of(file: str, model: Path) -> list[int]:
@@ -74,7 +53,7 @@ def exits_of(file: str, model: Path) -> list[int]:
         raise ValueError(f"heads={file!r} cannot be read: {error}. {_way_out(model)}") from None
     if metadata.get("format") != FORMAT:
         raise ValueError(f"heads={file!r} is no file of exit heads. {_way_out(model)}")
-    if metadata.get("model") != fingerprint(model):
+    if metadata.get("model") != model_files.fingerprint(model):
         raise ValueError(f"heads={file!r} was made for another model than {model}. {_way_out(model)}")
     return sorted({int(name.split(".")[0]) for name in names})
 

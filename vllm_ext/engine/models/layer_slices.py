@@ -16,7 +16,7 @@ import torch
 from vllm.config import set_current_vllm_config
 
 from vllm_ext.config.speculative import Settings
-from vllm_ext.data import model_tokenizer
+from vllm_ext.data import model_files
 from vllm_ext.engine.models import exit_heads
 from vllm_ext.proposers.dynamic_exit import DynamicExit
 from vllm_ext.proposers.layerskip import LayerSkip
@@ -53,7 +53,7 @@ def check(vllm_config: Any, settings: Settings) -> None:
             f"some of the {num_layers} of {model.model}."
         )
     if options.heads is not None:
-        exit_heads.check(options.heads, exits, model_tokenizer.snapshot(model.model))
+        exit_heads.check(options.heads, exits, model_files.snapshot(model.model))
 
 
 class LayerSlice:

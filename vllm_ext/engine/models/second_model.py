@@ -9,7 +9,7 @@ import torch
 from vllm.config import ModelConfig, set_current_vllm_config
 from vllm.config.utils import replace
 
-from vllm_ext.data import model_tokenizer
+from vllm_ext.data import model_files
 from vllm_ext.proposers.draft_model import SELF
 
 SPECULATION = "speculative_config"
@@ -181,15 +181,15 @@ def check(vllm_config: Any, options: Chosen, field: str = SPECULATION) -> Any:
     if options.model == SELF:
         return model_config
     theirs, ours = (
-        model_tokenizer.load_tokenizer(name, revision)
+        model_files.load_tokenizer(name, revision)
         for name, revision in ((target.tokenizer, target.tokenizer_revision), (options.model, None))
     )
-    if model_tokenizer.vocabulary_hash(theirs) != model_tokenizer.vocabulary_hash(ours):
+    if model_files.vocabulary_hash(theirs) != model_files.vocabulary_hash(ours):
         raise ValueError(
             f"{field}.model={options.model!r}: its tokenizer is not {target.tokenizer}'s; it "
             "must be the target's, id for id. Choose another."
         )
-    if (rows := model_config.get_vocab_size()) < (needed := model_tokenizer.vocab_size(theirs)):
+    if (rows := model_config.get_vocab_size()) < (needed := model_files.vocab_size(theirs)):
         raise ValueError(
             f"{field}.model={options.model!r}: its vocabulary has {rows} rows, the tokenizer {needed} "
             "tokens; there may be more rows, not fewer. Choose another."

@@ -31,7 +31,7 @@ from typing import Any
 import numpy as np
 
 from vllm_ext import __version__
-from vllm_ext.data import model_tokenizer
+from vllm_ext.data import model_files
 from vllm_ext.kernels.learned_arrays import Learned
 from vllm_ext.kernels.user_paths import expand
 
@@ -53,7 +53,7 @@ class Identity:
 
     model: str  # a folder's absolute path, or a hub's name
     revision: str
-    tokenizer: str  # vllm_ext.data.model_tokenizer.vocabulary_hash
+    tokenizer: str  # vllm_ext.data.model_files.vocabulary_hash
     vocab_size: int
     method: str  # or rule
     options: str  # its own, as JSON
@@ -64,7 +64,7 @@ class Identity:
         """Of one engine; reads the tokenizer's file."""
         model = vllm_config.model_config
         try:
-            tokenizer = model_tokenizer.hash_of(model.tokenizer, model.tokenizer_revision)
+            tokenizer = model_files.hash_of(model.tokenizer, model.tokenizer_revision)
         except ValueError:  # no fast form: its name has to do
             tokenizer = f"{model.tokenizer}@{model.tokenizer_revision or ''}"
         return cls(

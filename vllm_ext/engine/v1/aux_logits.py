@@ -19,10 +19,11 @@ from vllm.logger import init_logger
 
 from vllm_ext.config import rules
 from vllm_ext.config.rules import RuleSettings
-from vllm_ext.data.model_tokenizer import ModelVocabulary
+from vllm_ext.data.model_files import ModelVocabulary
+from vllm_ext.engine import step_extras
 from vllm_ext.engine.models import second_model
 from vllm_ext.engine.models.hidden_states import HiddenStates, head_logits
-from vllm_ext.engine.v1 import logits_processor, lookahead_scheduler
+from vllm_ext.engine.v1 import logits_processor
 from vllm_ext.engine.v1.logits_processor import RuleProcessor
 from vllm_ext.engine.v1.paired_rows import Twins
 from vllm_ext.proposers.draft_model import SELF
@@ -330,7 +331,7 @@ class RuledRunner:
         if self.may_pause:
             self.pauses = {}
         if self.beside is not None and self.pausing is not None:
-            for name, (place, token) in getattr(scheduler_output, lookahead_scheduler.CHOICES, {}).items():
+            for name, (place, token) in step_extras.of(scheduler_output).choices.items():
                 self.beside.keep(name, self.pausing, place, token)
         if self.twins is not None:
             for request in scheduler_output.scheduled_new_reqs:

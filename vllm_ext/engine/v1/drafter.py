@@ -17,10 +17,10 @@ import torch
 from vllm.logger import init_logger
 
 from vllm_ext.config import kv_cache, rules, speculative
-from vllm_ext.data.model_tokenizer import ModelVocabulary
+from vllm_ext.data.model_files import ModelVocabulary
 from vllm_ext.engine import metrics, sampling_params
-from vllm_ext.engine.answer_export import TOP_K, Export
 from vllm_ext.engine.counter_file import WorkerCounts
+from vllm_ext.engine.draft_model.answer_export import TOP_K, Export
 from vllm_ext.engine.draft_model.controller import ModelDrafts
 from vllm_ext.engine.grammar import Grammar, Grammars, Masks, in_worker
 from vllm_ext.engine.state.keeper import Memory

@@ -9,28 +9,22 @@ configuration, in whatever process it takes requests in; so the rules' settings 
 from __future__ import annotations
 
 import copy
-import functools
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from vllm import SamplingParams
-from vllm.exceptions import VLLMValidationError
-from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.sample.logits_processor import LogitsProcessor
 from vllm.v1.sample.logits_processor.builtin import process_dict_updates
-from vllm.v1.structured_output.backend_xgrammar import validate_xgrammar_grammar
 
 from vllm_ext.config import rules
 from vllm_ext.config.rules import RuleSettings
-from vllm_ext.data.model_tokenizer import ModelVocabulary
-from vllm_ext.engine import rule_faults
+from vllm_ext.data.model_files import ModelVocabulary
+from vllm_ext.engine import rule_faults, rule_requests
+from vllm_ext.engine.rule_requests import Configured
 from vllm_ext.engine.state.keeper import Memory
-from vllm_ext.samplers import grammar
-from vllm_ext.samplers.base import Kind, LearningRule, Row, Rule
-from vllm_ext.samplers.messages import quoted
+from vllm_ext.samplers.base import LearningRule, Row, Rule
 from vllm_ext.samplers.steering import CompanionOptions, Pause, SteeringRule
 
 if TYPE_CHECKING:
@@ -48,7 +42,7 @@ class RuleProcessor(LogitsProcessor):  # type: ignore[misc]  # vLLM is untyped t
     @classmethod
     def validate_params(cls, sampling_params: SamplingParams) -> None:
         """HTTP 400 for what the rules refuse."""
-        validate(cls.settings, sampling_params)
+        rule_requests.validate(cls.settings, sampling_params)
 
     def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
         self._rules = rules.load(self.settings.as_json, ModelVocabulary.of(vllm_config.model_config))
@@ -150,31 +144,6 @@ class RuleProcessor(LogitsProcessor):  # type: ignore[misc]  # vLLM is untyped t
         return at
 
 
-def validate(settings: RuleSettings, params: SamplingParams) -> None:
-    """Refuse a request; vLLM makes HTTP 400 of it.
-
-    Raises:
-        VLLMValidationError: the message says what is allowed.
-    """
-    try:
-        settings.validate(params)
-        for key, field, source in settings.grammars(params):
-            _check_grammar(key, field, source)
-    except ValueError as error:
-        raise VLLMValidationError(str(error), parameter="vllm_xargs") from None
-
-
-def _check_grammar(key: str, field: Kind, source: str) -> None:
-    """Refuse what xgrammar can make nothing of, and schemas that it would only take in part."""
-    try:
-        validate_xgrammar_grammar(
-            SamplingParams(structured_outputs=StructuredOutputsParams(**{field: source}))
-        )
-        grammar.check(field, source)
-    except (ValueError, VLLMValidationError) as error:
-        raise ValueError(f"vllm_xargs {key}: {quoted(error)}") from None
-
-
 def paused(processors: Any) -> dict[int, Pause | None]:
     """Rows of the last call of vLLM's LogitsProcessors that are to get no token yet, by batch index."""
     found: dict[int, Pause | None] = {}
@@ -241,23 +210,4 @@ def remember(vllm_config: Any, count: Callable[[str], None]) -> list[Memory]:
     return memories
 
 
-def name_of(settings: RuleSettings) -> str:
-    """What to put in ``logits_processors``."""
-    return f"{__name__}:configured.x{settings.as_json.encode().hex()}"
-
-
-class _Configured:
-    """The classes that `name_of` names."""
-
-    def __getattr__(self, name: str) -> type[RuleProcessor]:
-        if not name.startswith("x"):
-            raise AttributeError(name)
-        return _class_of(bytes.fromhex(name[1:]).decode())
-
-
-@functools.cache
-def _class_of(settings: str) -> type[RuleProcessor]:
-    return type("RuleProcessor", (RuleProcessor,), {"settings": rules.parse(json.loads(settings))})
-
-
-configured = _Configured()
+configured = Configured(RuleProcessor)

@@ -16,13 +16,10 @@ from typing import Any
 from vllm.v1.request import Request
 
 from vllm_ext.config import rules
-from vllm_ext.data.model_tokenizer import ModelVocabulary
-from vllm_ext.engine import paired_requests, sampling_params
+from vllm_ext.data.model_files import ModelVocabulary
+from vllm_ext.engine import paired_requests, sampling_params, step_extras
 from vllm_ext.engine.v1.paired_scheduler import TwinScheduler
 from vllm_ext.samplers.steering import Candidate, Pause, PausingRule
-
-PAUSES = "vllm_ext_pauses"  # of a ModelRunnerOutput; set by `worker`: by request id, a Pause
-CHOICES = "vllm_ext_choices"  # of a SchedulerOutput: by request id, a place in the output and the token there
 
 
 @dataclass
@@ -61,12 +58,12 @@ class BranchScheduler(TwinScheduler):
             told = {
                 name: self._choices.pop(name) for name in output.num_scheduled_tokens if name in self._choices
             }
-            setattr(output, CHOICES, told)
+            step_extras.set_of(output).choices = told
         return output
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
         """vLLM's; of branches nothing is put out."""
-        self._pauses = getattr(model_runner_output, PAUSES, {})
+        self._pauses = step_extras.of(model_runner_output).pauses
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         if self._trunks:
             for of_client in outputs.values():

@@ -31,12 +31,12 @@ from vllm.v1.sample.thinking_budget_state import maybe_create_thinking_budget_st
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
 from vllm_ext.compat import cpu
-from vllm_ext.engine import calibration, tree_layers
+from vllm_ext.engine import step_extras, tree_layers
 from vllm_ext.engine.attention import tree_backend
 from vllm_ext.engine.kv_cache.encoded_rows import EncodedMetadata
 from vllm_ext.engine.models import cpu_linear
 from vllm_ext.engine.tree_layout import StepTrees
-from vllm_ext.engine.v1 import v1_executor
+from vllm_ext.engine.v1 import calibration
 from vllm_ext.engine.v1.aux_logits import RuledRunner
 from vllm_ext.engine.v1.drafter import Drafter
 from vllm_ext.engine.v1.rejection_sampler import TreeSampler
@@ -296,7 +296,7 @@ class SpeculativeRunner(RuledRunner):
         output = super().sample_tokens(grammar_output)
         if state is not None and output is not None:
             runner: Any = self
-            setattr(output, v1_executor.DRAFTS, runner.take_draft_token_ids())
+            step_extras.set_of(output).drafts = runner.take_draft_token_ids()
         return output
 
     def _sample(self, logits: Any, spec_decode_metadata: Any) -> Any:

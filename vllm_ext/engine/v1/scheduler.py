@@ -17,15 +17,11 @@ from typing import Any
 from vllm.v1.outputs import DraftTokenIds
 
 from vllm_ext.config import kv_cache, rules
-from vllm_ext.engine import grammar
+from vllm_ext.engine import grammar, step_extras
 from vllm_ext.engine.ended_requests import EndsFaulty
 from vllm_ext.engine.v1.lookahead_scheduler import BranchScheduler
 from vllm_ext.proposers.sampled import ASKED_PER_NODE
 
-NOTES = "vllm_ext_notes"  # of a ModelRunnerOutput; set by `worker`
-FORGOTTEN = (
-    "vllm_ext_forgotten"  # of a ModelRunnerOutput; set by `selection`: by request id, `Choice.settle`'s
-)
 REPORT = "vllm_ext"  # the key of what a request's rules have to say
 
 
@@ -81,10 +77,11 @@ class RulesScheduler(EndsFaulty, BranchScheduler):
         if filled := {name: len(tokens) for name, tokens in drafts.items() if tokens and tokens[0] < 0}:
             known = scheduler_output.num_invalid_spec_tokens or {}
             scheduler_output.num_invalid_spec_tokens = {**known, **filled}
-        for name, notes in getattr(model_runner_output, NOTES, {}).items():
+        extras = step_extras.of(model_runner_output)
+        for name, notes in extras.notes.items():
             if name in self.requests:
                 self._notes.setdefault(name, {}).update(notes)
-        for name, forgotten in getattr(model_runner_output, FORGOTTEN, {}).items():
+        for name, forgotten in extras.forgotten.items():
             if name in self.requests:
                 for manager in self.kv_cache_manager.coordinator.single_type_managers:
                     manager.forget(name, forgotten)

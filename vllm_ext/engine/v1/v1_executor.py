@@ -9,9 +9,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from vllm_ext.engine import step_extras
 from vllm_ext.engine.executor import LeavingExecutor
-
-DRAFTS = "vllm_ext_drafts"  # of a ModelRunnerOutput; set by `model_runner`
 
 
 class Executor(LeavingExecutor):
@@ -22,7 +21,7 @@ class Executor(LeavingExecutor):
     def sample_tokens(self, grammar_output: Any, non_block: bool = False) -> Any:
         """vLLM's; never called without waiting, as async scheduling is off."""
         output = super().sample_tokens(grammar_output, non_block)
-        self._drafts = getattr(output, DRAFTS, None)
+        self._drafts = step_extras.of(output).drafts
         return output
 
     def take_draft_token_ids(self) -> Any:

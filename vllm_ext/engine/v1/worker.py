@@ -14,13 +14,13 @@ from vllm.platforms import current_platform
 from vllm_ext import patches
 from vllm_ext.compat import hooks, hooks_v1
 from vllm_ext.config import kv_cache, rules, speculative
-from vllm_ext.engine import metrics, process_exit, rule_faults
+from vllm_ext.engine import metrics, process_exit, rule_faults, step_extras
 from vllm_ext.engine.attention import tree_backend
 from vllm_ext.engine.counter_file import WorkerCounts
 from vllm_ext.engine.models import cpu_linear
 from vllm_ext.engine.startup_log import MIN_P, Started, without
 from vllm_ext.engine.state.keeper import Memory
-from vllm_ext.engine.v1 import aux_logits, logits_processor, lookahead_scheduler, model_runner, scheduler
+from vllm_ext.engine.v1 import aux_logits, logits_processor, model_runner
 from vllm_ext.engine.v1.drafter import Drafter
 
 if current_platform.is_cpu():
@@ -121,10 +121,10 @@ class RulesWorker(KVWorker):
         output = super().sample_tokens(grammar_output)
         runner = self.model_runner
         if runner.may_pause and output is not None:
-            setattr(output, lookahead_scheduler.PAUSES, runner.pauses)
+            step_extras.set_of(output).pauses = runner.pauses
         if self._reports and output is not None:
             notes = logits_processor.take_notes(runner.input_batch.logitsprocs, runner.input_batch.req_ids)
-            setattr(output, scheduler.NOTES, notes)
+            step_extras.set_of(output).notes = notes
         if output is not None:
             faults = logits_processor.take_faults(runner.input_batch.logitsprocs, runner.input_batch.req_ids)
             rule_faults.attach(output, faults)

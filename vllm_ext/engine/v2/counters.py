@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -13,7 +14,6 @@ from vllm_ext.engine.counter_file import WorkerCounts
 
 # What the device counts, in this order: that of `vllm_ext.kernels.device_trees.walk`.
 ON_DEVICE = ("spec_draft_tokens", "spec_accepted_tokens", "spec_emitted_tokens", "spec_steps")
-BUDGET = "vllm_ext_budget"  # of a SchedulerOutput, now and then: the budget's figures, for the counter file
 COPY_SECONDS = 0.2  # between two copies; a copy each step would be a launch each step
 
 
@@ -60,7 +60,7 @@ class Counts:
             self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._event.record()
 
-    def show_budget(self, state: dict[str, float]) -> None:
+    def show_budget(self, state: Mapping[str, float]) -> None:
         """What the scheduler's budget says of itself."""
         if self._file is not None:
             self._file.show_budget(state)

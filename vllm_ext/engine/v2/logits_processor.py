@@ -2,14 +2,12 @@
 """Sampling rules as a logits processor of vLLM's V2 runner, without speculation and in the walk down a tree.
 
 Rules are functions of a row's tokens, which here are on the device: a step with a request under a rule waits for them,
-other steps do not. `engine.v1.logits_processor` says how vLLM comes by the class. Rules that note, keep or read more
+other steps do not. `rule_requests` says how vLLM comes by the class. Rules that note, keep or read more
 than tokens and logits need more of the engine than a logits processor has, and run on V1.
 """
 
 from __future__ import annotations
 
-import functools
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -19,9 +17,9 @@ from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor
 
 from vllm_ext.config import rules
 from vllm_ext.config.rules import Asking, RuleSettings
-from vllm_ext.data.model_tokenizer import ModelVocabulary
-from vllm_ext.engine import rule_faults
-from vllm_ext.engine.v1 import logits_processor
+from vllm_ext.data.model_files import ModelVocabulary
+from vllm_ext.engine import rule_faults, rule_requests
+from vllm_ext.engine.rule_requests import Configured
 from vllm_ext.samplers.base import Asked, Row
 
 
@@ -46,7 +44,7 @@ class RuleProcessor(LogitsProcessor):  # type: ignore[misc]  # vLLM is untyped t
     @classmethod
     def validate_params(cls, sampling_params: Any) -> None:
         """HTTP 400 for what the rules refuse."""
-        logits_processor.validate(cls.settings, sampling_params)
+        rule_requests.validate(cls.settings, sampling_params)
 
     def __init__(self, vllm_config: Any, req_states: Any) -> None:
         self._rules = rules.load(self.settings.as_json, ModelVocabulary.of(vllm_config.model_config))
@@ -132,23 +130,4 @@ class RuleProcessor(LogitsProcessor):  # type: ignore[misc]  # vLLM is untyped t
             request.output += text[start + len(request.output) : length].tolist()
 
 
-def name_of(settings: RuleSettings) -> str:
-    """What to put in ``logits_processors``."""
-    return f"{__name__}:configured.x{settings.as_json.encode().hex()}"
-
-
-class _Configured:
-    """The classes that `name_of` names."""
-
-    def __getattr__(self, name: str) -> type[RuleProcessor]:
-        if not name.startswith("x"):
-            raise AttributeError(name)
-        return _class_of(bytes.fromhex(name[1:]).decode())
-
-
-@functools.cache
-def _class_of(settings: str) -> type[RuleProcessor]:
-    return type("RuleProcessor", (RuleProcessor,), {"settings": rules.parse(json.loads(settings))})
-
-
-configured = _Configured()
+configured = Configured(RuleProcessor)

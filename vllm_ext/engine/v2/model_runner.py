@@ -19,10 +19,9 @@ import torch
 from vllm.logger import init_logger
 
 from vllm_ext.config import runners, speculative
-from vllm_ext.engine import tree_layers
+from vllm_ext.engine import step_extras, tree_layers
 from vllm_ext.engine.attention import tree_backend
 from vllm_ext.engine.v2 import shares
-from vllm_ext.engine.v2.counters import BUDGET
 from vllm_ext.engine.v2.device_speculator import DeviceSpeculator
 from vllm_ext.engine.v2.host_speculator import HostSpeculator
 from vllm_ext.engine.v2.logits_processor import RuleProcessor
@@ -141,7 +140,7 @@ class SpeculativeRunner:
     def add_requests(self, scheduler_output: Any) -> None:
         """vLLM's; then the drafter takes them in. vLLM calls it in each step, behind letting go of others."""
         self.speculator.counts.begin_step(idle=not scheduler_output.total_num_scheduled_tokens)
-        if (figures := getattr(scheduler_output, BUDGET, None)) is not None:
+        if (figures := step_extras.of(scheduler_output).budget) is not None:
             self.speculator.counts.show_budget(figures)
         self.speculator.finish(scheduler_output.finished_req_ids)
         super().add_requests(scheduler_output)  # type: ignore[misc]

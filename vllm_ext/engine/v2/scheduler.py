@@ -13,10 +13,9 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from vllm_ext.config import speculative
+from vllm_ext.engine import step_extras
 from vllm_ext.engine.ended_requests import EndsFaulty
 from vllm_ext.engine.v2 import shares
-from vllm_ext.engine.v2.counters import BUDGET
-from vllm_ext.engine.v2.shares import LEVEL
 from vllm_ext.proposers.level_budget import LevelBudget, levels_of
 
 SHOW_SECONDS = 0.5  # between two looks at the budget's figures
@@ -52,7 +51,7 @@ class Budgeted:
         self.dynamic_sd_lookup = self._schedules[self.budget.levels[-1] if shared else level]
         output = super().schedule(*args, **kwargs)  # type: ignore[misc]
         if self._coming is not None:
-            setattr(output, LEVEL, self._coming)
+            step_extras.set_of(output).level = self._coming
         if output.total_num_scheduled_tokens:
             self._coming = level if shared else None
         now = self._scheduled[id(output)] = time.perf_counter()
@@ -60,7 +59,7 @@ class Budgeted:
             state = self.budget.state(len(self.running))
             if "gain" in state:  # else the level is on trial
                 self._shown = now
-                setattr(output, BUDGET, state)
+                step_extras.set_of(output).budget = state
         return output
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
@@ -73,7 +72,7 @@ class Budgeted:
         drafts = scheduler_output.scheduled_spec_decode_tokens
         lengths = scheduler_output.num_scheduled_tokens
         nodes = {len(drafts.get(name, ())) for name in lengths}
-        level = getattr(scheduler_output, LEVEL, None)
+        level = step_extras.of(scheduler_output).level
         if len(nodes) == 1 and all(count == 1 + len(drafts.get(name, ())) for name, count in lengths.items()):
             emitted = sum(map(len, model_runner_output.sampled_token_ids or ()))
             count = nodes.pop()

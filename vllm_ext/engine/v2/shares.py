@@ -2,7 +2,7 @@
 """How many nodes of each request's tree a step of the V2 runner verifies, where the budget says how many of all.
 
 vLLM's scheduler gives each request as many drafts as the largest tree has, before there are trees, and says with the
-step how many of them a request gets on average (`LEVEL`). The worker cuts what it was given before it makes the step's
+step how many of them a request gets on average (`StepExtras.level`). The worker cuts before it makes the step's
 batch: the likeliest nodes of all requests stay, as far as their chances are known on the host. What is cut counts as
 rejected: the scheduler never sees which drafts were verified. So nothing of a request's output depends on it.
 
@@ -21,10 +21,9 @@ from vllm.config.compilation import CUDAGraphMode
 
 from vllm_ext.config import runners
 from vllm_ext.config.speculative import Settings
+from vllm_ext.engine import step_extras
 from vllm_ext.proposers.level_budget import shared_out
 from vllm_ext.proposers.tree import Float32
-
-LEVEL = "vllm_ext_level"  # of a SchedulerOutput: nodes of a request on average, where its drafts are more
 
 NO_CHANCES: Float32 = np.empty(0, np.float32)
 
@@ -54,7 +53,7 @@ def cut(output: Any, chances: Mapping[str, Float32], graphs: Any) -> Any:
         chances: by request, of the nodes of its tree; who has no tree is not in it.
         graphs: vLLM's ``CudaGraphManager``; None where there are none.
     """
-    level, drafts = getattr(output, LEVEL, None), output.scheduled_spec_decode_tokens
+    level, drafts = step_extras.of(output).level, output.scheduled_spec_decode_tokens
     if level is None or not drafts:
         return output
     even = {name: min(level, len(tokens)) for name, tokens in drafts.items()}

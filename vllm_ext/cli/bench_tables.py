@@ -16,10 +16,10 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from vllm_ext.bench.doubts import doubts, is_doubtful
 from vllm_ext.bench.settings import short_labels
 from vllm_ext.bench.stats import number
-from vllm_ext.report.console import say, wrapped
+from vllm_ext.cli.console import say, wrapped
+from vllm_ext.report.doubts import doubts, is_doubtful
 from vllm_ext.report.saved_runs import Run
 
 WIDEST = 200  # columns

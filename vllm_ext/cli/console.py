@@ -3,9 +3,7 @@
 
 from __future__ import annotations
 
-import logging
 import math
-import os
 import textwrap
 import time
 from collections.abc import Iterator
@@ -48,12 +46,6 @@ def wrapped(console: Console, head: str, text: str) -> None:
         break_on_hyphens=False,
     )
     say(console, "\n".join(lines or [head.rstrip()]))
-
-
-def hide_vllm_log() -> None:
-    """Before vLLM is imported: of its log errors alone, here and in its engines, unless the user has set a level."""
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    logging.getLogger("vllm").setLevel(logging.ERROR)  # of what it says before it reads that
 
 
 # Exit codes of all commands: what was looked at is not in order; what was asked for could not be done.

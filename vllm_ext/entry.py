@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where the ``vllm-ext`` script begins: an old Python, or a package that is missing, is said in a line.
 
-Nothing here is newer than Python 3.7, and nothing of ours is imported before the version is known.
+Nothing here is newer than Python 3.7, and no other file of ours is imported before the version is known.
 """
 
 from __future__ import annotations
@@ -9,10 +9,7 @@ from __future__ import annotations
 import platform
 import sys
 
-MIN_PYTHON = (3, 10)
-PYTHON_WAY_OUT = (
-    "install vllm-ext with Python 3.10 or newer, as vLLM itself needs: python3.12 -m venv ENVIRONMENT"
-)
+from vllm_ext.compat.python_version import MIN_PYTHON, PYTHON_WAY_OUT
 
 
 def main() -> None:

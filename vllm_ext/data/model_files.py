@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tokenizer of a model, the hash by which a datastore knows it, and what sampling rules ask of it.
+"""A model's weights and tokenizer as files: by which hash others know them, and what sampling rules ask of a tokenizer.
 
-For the first two it is loaded by the `tokenizers` library alone wherever there is a ``tokenizer.json``: a build then
+A tokenizer to be hashed is loaded by the `tokenizers` library alone where there is a ``tokenizer.json``: a build then
 needs neither torch nor transformers, and the server's start-up hashes exactly what the build hashed.
 """
 
@@ -17,6 +17,29 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
+
+PLACES, BYTES = 16, 1 << 16  # of a file of weights that are looked at, besides its header
+
+
+def fingerprint(folder: Path) -> str:
+    """Of a model's weights: their names, shapes and dtypes, and bytes from many places. Fast, however large they are.
+
+    Raises:
+        ValueError: the folder has no safetensors files.
+    """
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise ValueError(f"{folder} has no safetensors files; exit heads belong to a model that has")
+    found = hashlib.sha256()
+    for file in files:
+        size = file.stat().st_size
+        with file.open("rb") as stream:
+            header = stream.read(8)
+            found.update(header + stream.read(int.from_bytes(header, "little")))
+            for place in range(PLACES):
+                stream.seek(max(size - BYTES, 0) * place // (PLACES - 1))
+                found.update(stream.read(BYTES))
+    return found.hexdigest()
 
 
 def load_tokenizer(name: str, revision: str | None = None) -> Tokenizer:

@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What goes with a step beside vLLM's own fields, between scheduler and worker: one attribute of its outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vllm_ext.samplers.steering import Pause
+
+ATTRIBUTE = "vllm_ext"
+
+
+@dataclass
+class StepExtras:
+    """Of one `SchedulerOutput` or `ModelRunnerOutput`; a field that nobody has set says nothing."""
+
+    # Of a SchedulerOutput.
+    choices: Mapping[str, tuple[int, int]] = field(
+        default_factory=dict
+    )  # by request: a place in the output, its token
+    level: int | None = None  # nodes of a request on average, where its drafts are more
+    budget: Mapping[str, float] | None = None  # now and then: the budget's figures, for the counter file
+    # Of a ModelRunnerOutput.
+    drafts: Any = None  # vLLM's DraftTokenIds, which would be asked for in a call of their own
+    notes: Mapping[str, Mapping[int, float]] = field(
+        default_factory=dict
+    )  # by request, by place in its output
+    pauses: Mapping[str, Pause | None] = field(
+        default_factory=dict
+    )  # by request; None: it waits, and asks again
+    forgotten: Mapping[str, Any] = field(
+        default_factory=dict
+    )  # by request: blocks, as `Choice.settle` names them
+    faults: Mapping[str, tuple[int, str]] = field(
+        default_factory=dict
+    )  # by request: a place in the output, the reason
+
+
+def of(output: Any) -> StepExtras:
+    """Those of vLLM's output, to read."""
+    extras: StepExtras | None = getattr(output, ATTRIBUTE, None)
+    return StepExtras() if extras is None else extras
+
+
+def set_of(output: Any) -> StepExtras:
+    """Those of vLLM's output, to set fields of."""
+    extras: StepExtras | None = getattr(output, ATTRIBUTE, None)
+    if extras is None:
+        extras = StepExtras()
+        setattr(output, ATTRIBUTE, extras)
+    return extras

@@ -25,7 +25,7 @@ from typer.testing import CliRunner
 from vllm_ext.cli import train as train_cli
 from vllm_ext.data import answers as draft_data
 from vllm_ext.data.answers import Answer
-from vllm_ext.training import draft_model
+from vllm_ext.training import draft_model, sources
 from vllm_ext.training.draft_model import (
     CHECKPOINT,
     Batches,
@@ -294,10 +294,10 @@ def test_shards_come_back_and_bad_ones_are_named(tmp_path: Path) -> None:
 
 
 def test_other_settings_are_refused(tmp_path: Path) -> None:
-    train_cli._same_settings(tmp_path, {"samples": 2})
-    train_cli._same_settings(tmp_path, {"samples": 2})
+    sources.same_settings(tmp_path, {"samples": 2})
+    sources.same_settings(tmp_path, {"samples": 2})
     with pytest.raises(ValueError, match=r"begun with other settings \(samples=3, was 2\)"):
-        train_cli._same_settings(tmp_path, {"samples": 3})
+        sources.same_settings(tmp_path, {"samples": 3})
 
 
 def test_answers_in_the_place_of_prompts(target: Path, tmp_path: Path) -> None:
@@ -306,13 +306,13 @@ def test_answers_in_the_place_of_prompts(target: Path, tmp_path: Path) -> None:
         (tmp_path / str(number)).mkdir()
         draft_data.write(draft_data.shard_file(tmp_path / str(number), 0), answers(3))
     folders = [tmp_path / "0", tmp_path / "1"]
-    source = train_cli._Source(target, None, folders, own_prompts=0, samples=2, max_tokens=9, top_k=TOP_K)
+    source = sources.Source(target, None, folders, own_prompts=0, samples=2, max_tokens=9, top_k=TOP_K)
     kept, each = source.answers(tmp_path, {}, nothing, verbose=False)
     assert (len(kept), each) == (6, 1)
     assert source.settings()["answers"] == [str(folder) for folder in folders]
     for prompts, given, own in ((None, None, 0), (["x.jsonl"], folders, 0), (None, folders, 5)):
         with pytest.raises(ValueError, match="one of them must be given, and not both"):
-            train_cli._Source(target, prompts, given, own_prompts=own, samples=2, max_tokens=9, top_k=TOP_K)
+            sources.Source(target, prompts, given, own_prompts=own, samples=2, max_tokens=9, top_k=TOP_K)
 
 
 class Writer:

@@ -362,7 +362,7 @@ class FailingGrammars:
 
 def test_a_grammars_fault_costs_its_request_the_drafts(drafter: Drafter) -> None:
     """And is not asked again: nobody knows how many tokens it has taken."""
-    drafter.grammars = grammars = FailingGrammars()  # type: ignore[assignment]
+    drafter.constraints.grammars = grammars = FailingGrammars()  # type: ignore[assignment]
     runner = Runner({name: ([1], [4], params()) for name in "abc"}, [[1], [1], [1]])
     for _ in range(2):
         assert step(drafter, runner, [0, 0, 0], [[4], [4], [4]]) == [[], [7], [7, 8, 9]]
@@ -423,7 +423,7 @@ class OddTokens:
 
 def test_a_structured_tree_is_what_its_grammar_allows(drafter: Drafter, recorder: Recorder) -> None:
     recorder.draft = BRANCHING
-    drafter.grammars = odd = OddTokens()  # type: ignore[assignment]
+    drafter.constraints.grammars = odd = OddTokens()  # type: ignore[assignment]
     given = params(structured_outputs=object())
     runner = Runner({"a": ([1], [4], given), "b": ([1], [4], params()), "c": ([1], [5], given)}, [[1]] * 3)
     assert step(drafter, runner, [0, 0, 0], [[4], [4], [5]]) == [[7, 9], [7, 8, 9], []]
@@ -443,10 +443,10 @@ def test_masks_are_of_structured_requests_with_drafts(drafter: Drafter) -> None:
         starts = np.cumsum([0, *(1 + len(query) for query in drafts)]).astype(np.int32)
         none = np.full(2, -1, np.int32)
         trees = StepTrees(starts, tokens, np.zeros_like(tokens), none, none, [], [])
-        return drafter.masks(runner, trees)
+        return drafter.constraints.masks(runner, trees)
 
     assert masks([[7], [7, 9]]) is None
-    drafter.grammars = OddTokens()  # type: ignore[assignment]
+    drafter.constraints.grammars = OddTokens()  # type: ignore[assignment]
     assert masks([[7], [7, 9]]) == {1: "odd"}
     assert masks([[7], []]) is None
     assert masks([[], [-1, -1]]) is None

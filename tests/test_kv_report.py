@@ -15,7 +15,8 @@ from test_bench_cli import invoke
 from test_bench_report import HOSTILE, Page
 
 from vllm_ext.bench import kv_quality
-from vllm_ext.bench.kv_quality import DEPTHS, Place, Plan, divergence, kl
+from vllm_ext.bench.divergence import Place, divergence, kl
+from vllm_ext.bench.kv_quality import DEPTHS, Plan
 from vllm_ext.report.kv_page import html
 
 

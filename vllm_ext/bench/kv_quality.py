@@ -8,7 +8,6 @@ answers, given one by one, which is where methods lose that read less behind a p
 
 from __future__ import annotations
 
-import math
 import random
 import statistics
 import time
@@ -16,10 +15,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from vllm_ext.bench.divergence import Place, divergence, perplexity
+
 TOP = 20  # likeliest tokens of a position that divergences are of
 SPARE_TOKENS = 64  # that a request may have while others' prompts are read
 SHUTDOWN_SECONDS = 30  # after which an engine is killed
-PARTS = 8  # of a context, for figures by position
 NAMES = ("Lisbon", "Oslo", "Quito", "Hanoi", "Cairo", "Perth", "Turin", "Lagos")
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
 
@@ -61,19 +61,6 @@ class Plan:
     max_num_batched_tokens: int | None = None
 
 
-@dataclass(frozen=True)
-class Place:
-    """A token of a text: its log-probability in nats, and those of the likeliest tokens there, by id."""
-
-    log_prob: float
-    likeliest: dict[int, float]
-
-    @property
-    def best(self) -> int:
-        """The likeliest token."""
-        return max(self.likeliest, key=lambda token: self.likeliest[token])
-
-
 Say = Callable[[str], None]
 
 
@@ -103,8 +90,8 @@ def measure(plan: Plan, say: Say) -> Iterator[dict[str, Any]]:
         "plain": {
             "capacity_tokens": capacity(plain),
             "bytes_per_token": _bytes_per_token(plain, None),
-            "perplexity": _perplexity(expected),
-            "answers": {"perplexity": _perplexity(answered)},
+            "perplexity": perplexity(expected),
+            "answers": {"perplexity": perplexity(answered)},
             "keys": own_keys,
         },
         "methods": [],
@@ -122,9 +109,9 @@ def measure(plan: Plan, say: Say) -> Iterator[dict[str, Any]]:
             "capacity_tokens": capacity(encoded),
             "capacity": capacity(encoded) / capacity(plain),
             "bytes_per_token": _bytes_per_token(encoded, method),
-            "perplexity": _perplexity(found),
+            "perplexity": perplexity(found),
             **divergence(expected, found),
-            "answers": {"perplexity": _perplexity(given), **divergence(answered, given)},
+            "answers": {"perplexity": perplexity(given), **divergence(answered, given)},
             "keys": _find_keys(encoded, hidden),
             "decode": [],
         }
@@ -248,68 +235,6 @@ def _answer(llm: Any, given: Sequence[tuple[Sequence[int], Sequence[int]]], top:
             ]
         )
     return places
-
-
-def _perplexity(windows: Sequence[Sequence[Place]]) -> float:
-    return math.exp(-statistics.fmean(place.log_prob for window in windows for place in window))
-
-
-def divergence(plain: Sequence[Sequence[Place]], found: Sequence[Sequence[Place]]) -> dict[str, Any]:
-    """How far what an engine says is from what vLLM's cache makes it say.
-
-    Args:
-        plain: by window, its places.
-        found: the same of the other engine.
-
-    Returns:
-        ``same_likeliest``, the part of places with the same likeliest token; ``kl``, nats, a lower bound of the mean
-        KL divergence from plain: that over the tokens both have among their likeliest, and all others as one;
-        ``by_position``, for each part of the context: its last token, ``kl`` and ``perplexity_ratio``; ``by_window``,
-        the latter for each window, and of its last quarter: by them two methods can be told from noise, window by
-        window.
-    """
-    pairs = [list(zip(one, other, strict=True)) for one, other in zip(plain, found, strict=True)]
-    everything = [pair for window in pairs for pair in window]
-    size = min(map(len, pairs))
-    by_position = []
-    for part in range(PARTS):
-        begin, end = part * size // PARTS, (part + 1) * size // PARTS
-        inside = [pair for window in pairs for pair in window[begin:end]]
-        by_position.append(
-            {
-                "end": end,
-                "kl": statistics.fmean(kl(*pair) for pair in inside),
-                "perplexity_ratio": _perplexity_ratio(inside),
-            }
-        )
-    return {
-        "same_likeliest": statistics.fmean(a.best == b.best for a, b in everything),
-        "kl": statistics.fmean(kl(*pair) for pair in everything),
-        "by_position": by_position,
-        "by_window": [
-            {
-                "perplexity_ratio": _perplexity_ratio(window),
-                "last_quarter": _perplexity_ratio(window[len(window) * 3 // 4 :]),
-            }
-            for window in pairs
-        ],
-    }
-
-
-def _perplexity_ratio(pairs: Sequence[tuple[Place, Place]]) -> float:
-    return math.exp(statistics.fmean(plain.log_prob - found.log_prob for plain, found in pairs))
-
-
-def kl(plain: Place, found: Place) -> float:
-    """Of one place; see `divergence`."""
-    total, left, other_left = 0.0, 1.0, 1.0
-    for token in plain.likeliest.keys() & found.likeliest.keys():
-        p, q = plain.likeliest[token], found.likeliest[token]
-        total += math.exp(p) * (p - q)
-        left, other_left = left - math.exp(p), other_left - math.exp(q)
-    # What is rounded away may leave a little less than nothing.
-    left, other_left = max(left, 0.0), max(other_left, 1e-9)
-    return total + (left * math.log(left / other_left) if left > 0 else 0.0)
 
 
 @dataclass(frozen=True)

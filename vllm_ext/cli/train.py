@@ -13,13 +13,13 @@ import typer
 from rich.console import Console
 
 from vllm_ext.cli.console import errors_of, progress_on, say
+from vllm_ext.training.sources import Source, same_settings
 
 if TYPE_CHECKING:
     from vllm_ext.training.draft_model import Estimate
 
 train_app = typer.Typer(help="Train what drafts.", no_args_is_help=True)
 
-SETTINGS = "settings.json"  # of the work folder: what its answers and its checkpoint belong to
 TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "vocab*", "merges.txt", "chat_template*")
 
 # Options that both commands have.
@@ -129,7 +129,7 @@ def draft_command(
             _check_layers("--layers", kept, folder, 0, _num_layers(folder) - 1)
         of_layers = kept is not None or (start is not None and has_embeddings_of(start, folder))
         usual = OF_LAYERS if of_layers else Recipe()
-        source = _Source(folder, prompts, answers, own_prompts, samples, max_tokens, top_k)
+        source = Source(folder, prompts, answers, own_prompts, samples, max_tokens, top_k)
         shape = Shape(hidden_size, num_layers, num_heads, intermediate_size)
         recipe = Recipe(
             minutes=minutes,
@@ -138,7 +138,7 @@ def draft_command(
             seed=seed,
         )
         work = output / "work"
-        _same_settings(
+        same_settings(
             work,
             {
                 **source.settings(),
@@ -241,9 +241,9 @@ def exits_command(
         folder = snapshot(target)
         numbers = _numbers("--exits", exits)
         _check_layers("--exits", numbers, folder, 1, _num_layers(folder) - 1)
-        source = _Source(folder, prompts, answers, own_prompts, samples, max_tokens, top_k)
+        source = Source(folder, prompts, answers, own_prompts, samples, max_tokens, top_k)
         work = output.with_name(output.name + ".work")
-        _same_settings(work, source.settings())
+        same_settings(work, source.settings())
         started = time.perf_counter()
         heads, rows = {}, []
         with progress_on(errors) as report:
@@ -315,89 +315,6 @@ def _causal_model(folder: Path, device: str, dtype: str) -> Any:
     if not isinstance(wanted, torch.dtype):
         raise ValueError(f"--dtype={dtype!r} is not allowed; allowed: auto, bfloat16, float16, float32")
     return AutoModelForCausalLM.from_pretrained(folder, dtype=wanted).to(device).eval()
-
-
-class _Source:
-    """Answers to learn from: asked for, or kept by a server.
-
-    Raises:
-        ValueError: both, or none of them, are given.
-    """
-
-    def __init__(
-        self,
-        folder: Path,
-        prompts: list[str] | None,
-        answers: list[Path] | None,
-        own_prompts: int,
-        samples: int,
-        max_tokens: int,
-        top_k: int,
-    ) -> None:
-        from vllm_ext.data.prompts import load_prompts
-
-        if bool(prompts or own_prompts) == bool(answers):
-            raise ValueError(
-                f"--prompts={prompts or []}, --own-prompts={own_prompts} and "
-                f"--answers={[*map(str, answers or [])]} are not allowed; prompts of either kind or "
-                "answers, one of them must be given, and not both"
-            )
-        self._folder, self._kept = folder, [given.resolve() for given in answers or []]
-        self._chats: list[Any] = []
-        if prompts:
-            self._chats = [prompt.messages for prompt in load_prompts([Path(file) for file in prompts])]
-        self._asked = {
-            "own_prompts": own_prompts,
-            "samples": samples,
-            "max_tokens": max_tokens,
-            "top_k": top_k,
-        }
-
-    def settings(self) -> dict[str, Any]:
-        """What the answers belong to."""
-        kept = [str(given) for given in self._kept]
-        return {"target": str(self._folder), "chats": len(self._chats), "answers": kept, **self._asked}
-
-    def answers(
-        self, work: Path, options: dict[str, Any], report: Any, verbose: bool = False
-    ) -> tuple[list[Any], int]:
-        """The answers, and how many of them in a row belong to one prompt."""
-        from vllm_ext.bench.side_by_side import set_environment
-        from vllm_ext.data.answers import generate, load
-
-        if self._kept:
-            return [answer for kept in self._kept for answer in load(kept)], 1
-        asked = self._asked
-        set_environment(verbose)
-        generate(
-            str(self._folder),
-            self._chats,
-            asked["own_prompts"],
-            work / "answers",
-            asked["samples"],
-            asked["max_tokens"],
-            asked["top_k"],
-            {**options, "enforce_eager": True, "use_tqdm_on_load": verbose},
-            report,
-        )
-        return load(work / "answers"), asked["samples"]
-
-
-def _same_settings(work: Path, settings: dict[str, Any]) -> None:
-    """Refuse to go on with what other settings began."""
-    work.mkdir(mode=0o700, parents=True, exist_ok=True)
-    file = work / SETTINGS
-    if not file.exists():
-        file.write_text(json.dumps(settings, indent=1))
-    elif (before := json.loads(file.read_text())) != settings:
-        changed = ", ".join(
-            f"{name}={settings[name]!r}, was {before.get(name)!r}"
-            for name in settings
-            if settings[name] != before.get(name)
-        )
-        raise ValueError(
-            f"{work} was begun with other settings ({changed}); use those, another --output, or delete it"
-        )
 
 
 def _device(wanted: str) -> str:

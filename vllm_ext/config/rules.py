@@ -10,7 +10,7 @@ import functools
 import itertools
 import json
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -20,10 +20,7 @@ from pydantic import ValidationError
 from vllm_ext.config import speculative
 from vllm_ext.config.allowed import hint, nearest
 from vllm_ext.data.model_files import ModelVocabulary
-from vllm_ext.proposers.base import Request
-from vllm_ext.proposers.tree import DraftTree
-from vllm_ext.proposers.under_grammar import under_grammar
-from vllm_ext.samplers.base import Asked, Kind, LearningRule, Row, Rule, RuleOptions, RuleParams
+from vllm_ext.samplers.base import Asked, Kind, LearningRule, Rule, RuleOptions, RuleParams
 from vllm_ext.samplers.messages import quoted
 from vllm_ext.samplers.prompt_parts import Prompt, TwinPrompt
 from vllm_ext.samplers.registry import RULES, load_rule, unknown_rule
@@ -378,51 +375,6 @@ def load(settings: str, vocabulary: ModelVocabulary) -> dict[str, Rule]:
     for rule in rules.values():
         rule.warm_up()
     return rules
-
-
-class RuledRequests:
-    """What drafts may be, of the running requests that are under rules."""
-
-    def __init__(self, settings: RuleSettings, vocabulary: ModelVocabulary) -> None:
-        self._settings = settings
-        self._rules = load(settings.as_json, vocabulary)
-        self._asking: dict[str, tuple[list[Asking], Asked, int]] = {}  # by request id; and what ends it
-        self._kept: dict[str, dict[str, dict[int, Any]]] = {}  # by request id, by rule; see `Row.kept`
-
-    def start(self, request_id: str, params: Any) -> None:
-        """A request has come."""
-        self.finish(request_id)
-        if asking := self._settings.of_request(params):
-            self._asking[request_id] = asking, asked_of(params), params.eos_token_id
-
-    def finish(self, request_id: str) -> None:
-        """A request is gone."""
-        self._asking.pop(request_id, None)
-        self._kept.pop(request_id, None)
-
-    def tree(self, request: Request, output: Sequence[int], tree: DraftTree) -> DraftTree:
-        """What may be verified of a tree, with what is certain."""
-        if request.request_id not in self._asking or not request.has_room:
-            return tree
-        asking, asked, end = self._asking[request.request_id]
-        prompt = request.tokens[: request.num_prompt_tokens].tolist()
-        for name, its in asking:
-            kept = self._kept.setdefault(request.request_id, {}).setdefault(name, {})
-            row = Row(prompt, output, end, its, asked, kept=kept)
-            try:
-                constraint = self._rules[name].constraint(row)
-                if constraint is not None:
-                    most = min(request.budget_tokens, request.max_depth)
-                    forced = constraint.forced(most)
-                    tree = under_grammar(constraint, tree, forced, request.budget_tokens, request.max_depth)
-            except Exception as error:  # of the drafts alone: the row itself says what becomes of the request
-                logger.warning(
-                    "vllm-ext: rule %r failed for a draft, which the request goes without: %s",
-                    name,
-                    quoted(error),
-                )
-                return DraftTree.empty()
-        return tree
 
 
 @functools.cache

@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from vllm_ext.proposers.tree import DraftTree, Drawn, Int32, num_ancestors
+from vllm_ext.proposers.base import VerifiedRows, no_top
+from vllm_ext.proposers.tree import DraftTree, Drawn, Float32, Int32, num_ancestors
 
 
 @dataclass(slots=True)
@@ -102,6 +103,24 @@ class StepTrees:
     def rows(self, request: int) -> slice:
         """The rows of one request."""
         return slice(int(self.row_start[request]), int(self.row_start[request + 1]))
+
+    def verified(
+        self, request_ids: Sequence[str], emitted: Sequence[Sequence[int]], top: tuple[Int32, Float32] | None
+    ) -> VerifiedRows:
+        """What the step has found out, for a proposer.
+
+        Args:
+            request_ids: the batch.
+            emitted: by batch index, the tokens each request put out.
+            top: of each row the likeliest tokens and their logits, where they are wanted.
+        """
+        accepted = self.parents < 0
+        for start, path, tokens in zip(self.row_start.tolist(), self.accepted, emitted, strict=False):
+            accepted[[start + row for row in path[: len(tokens)]]] = True
+        ids, logits = top or no_top(len(self.tokens))
+        return VerifiedRows(
+            request_ids, self.row_start, self.tokens, self.parents, accepted, ids, logits, emitted
+        )
 
     def branching_rows(self) -> tuple[Int32, Int32]:
         """Query rows of the branching requests' nodes and their rotary positions, both int32 ``[num]``."""

@@ -15,6 +15,7 @@ from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from vllm.logger import init_logger
@@ -54,6 +55,13 @@ class Export:
         self._full: list[draft_data.Answer] = []
         self._writer = ThreadPoolExecutor(1, "vllm-ext-export")
         self._causes: set[str] = set()
+
+    @classmethod
+    def of(cls, parallel_config: Any, options: Any) -> Export | None:
+        """A method's that has an ``export_dir``; rank 0's alone, in a folder of its engine's."""
+        if parallel_config.rank != 0:
+            return None
+        return cls(Path(options.export_dir) / str(parallel_config.data_parallel_index), options.export_mb)
 
     def observe(self, rows: VerifiedRows, log_total: Float32) -> None:
         """Keep what stood for choice in the place of each token that was put out.

@@ -8,27 +8,24 @@ vLLM's own narrow ``propose()`` signature does not carry.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from vllm.logger import init_logger
 
-from vllm_ext.config import kv_cache, rules, speculative
-from vllm_ext.data.model_files import ModelVocabulary
+from vllm_ext.config import kv_cache, speculative
 from vllm_ext.engine import metrics, sampling_params
 from vllm_ext.engine.counter_file import WorkerCounts
+from vllm_ext.engine.draft_constraints import DraftConstraints
 from vllm_ext.engine.draft_model.answer_export import TOP_K, Export
 from vllm_ext.engine.draft_model.controller import ModelDrafts
-from vllm_ext.engine.grammar import Grammar, Grammars, Masks, in_worker
 from vllm_ext.engine.state.keeper import Memory
 from vllm_ext.engine.tree_layout import StepTrees
 from vllm_ext.kernels.top_k import top_k_ids
-from vllm_ext.proposers.base import Request, Sampling, VerifiedRows, chains_where_asked, no_top, propose_apart
+from vllm_ext.proposers.base import Request, Sampling, chains_where_asked, propose_apart
 from vllm_ext.proposers.budget import GoodputBudget
-from vllm_ext.proposers.draft_model import DraftModelOptions, DraftModelProposer
+from vllm_ext.proposers.draft_model import DraftModelProposer
 from vllm_ext.proposers.sampled import ASKED_PER_NODE
 from vllm_ext.proposers.tree import DraftTree, Float32, Int32
 
@@ -55,20 +52,10 @@ class Drafter:
         self.model_drafts: ModelDrafts | None = None
         if isinstance(self.proposer, DraftModelProposer):
             self.model_drafts = ModelDrafts(vllm_config, self.proposer)
-        # None: structured requests have chains, which the engine core masks.
-        self.grammars = Grammars(vllm_config) if in_worker(vllm_config) else None
-        self._ruled: rules.RuledRequests | None = None
-        if (ruled := rules.of_vllm_config(vllm_config)) is not None:
-            self._ruled = rules.RuledRequests(ruled, ModelVocabulary.of(vllm_config.model_config))
+        self.constraints = DraftConstraints(vllm_config, self._count, self._fault_of)
         # On all ranks alike: what is tapped decides how greedy tokens are found.
-        self._exports = False
-        self._export: Export | None = None  # rank 0's
-        options = settings.options
-        if isinstance(options, DraftModelOptions) and options.export_dir is not None:
-            self._exports = True
-            if vllm_config.parallel_config.rank == 0:
-                own = Path(options.export_dir) / str(vllm_config.parallel_config.data_parallel_index)
-                self._export = Export(own, options.export_mb)
+        self._exports = getattr(settings.options, "export_dir", None) is not None
+        self._export = Export.of(vllm_config.parallel_config, settings.options) if self._exports else None
         self._memory = Memory(
             vllm_config,
             settings.method,
@@ -192,7 +179,8 @@ class Drafter:
                     proposals = self.model_drafts.propose(runner, requests, len(sampled))
                 else:
                     proposals = propose_apart(self.proposer, requests, self._fault_of)
-                    proposals = self._constrained(runner, requests, proposals)
+                    outputs = [runner.requests[request.request_id].output_token_ids for request in requests]
+                    proposals = self.constraints.apply(requests, outputs, proposals)
                     proposals = chains_where_asked(requests, proposals)
                 self._memory.touch()
             sizes = self._sizes(requests, proposals)
@@ -242,56 +230,11 @@ class Drafter:
         """The same of one request."""
         self._fault(f"drafting failed for request {request_id}; it goes on without drafts in this step")
 
-    def admit(self, request_id: str, params: Any) -> None:
-        """A request has come, and none of it is computed yet."""
-        if self.grammars is not None:
-            self.grammars.start(request_id, params)
-        if self._ruled is not None:
-            self._ruled.start(request_id, params)
-
-    def _constrained(self, runner: Any, requests: list[Request], trees: list[DraftTree]) -> list[DraftTree]:
-        """The trees, of requests under a grammar or rule what that allows and demands."""
-        return [
-            self._constrained_one(request, tree, runner.requests[request.request_id].output_token_ids)
-            for request, tree in zip(requests, trees, strict=True)
-        ]
-
-    def _constrained_one(self, request: Request, tree: DraftTree, output: Sequence[int]) -> DraftTree:
-        name = request.request_id
-        structured = self.grammars if self.grammars is not None and self.grammars.has(name) else None
-        try:
-            if structured is not None:
-                grammar = structured.of(name, output)
-                if grammar is not None:
-                    return structured.tree(grammar, request, tree)
-                self._count({"fallbacks:no_grammar": 1})
-                return DraftTree.empty()
-            return tree if self._ruled is None else self._ruled.tree(request, output, tree)
-        except Exception:
-            if structured is not None:
-                structured.give_up(name)
-            self._fault_of(name)
-            return DraftTree.empty()
-
-    def masks(self, runner: Any, trees: StepTrees) -> Masks | None:
-        """Of the structured requests that have drafts in this step; None where there are none."""
-        if self.grammars is None:
-            return None
-        found: dict[int, Grammar] = {}
-        for index, name in enumerate(runner.input_batch.req_ids):
-            rows = trees.rows(index)
-            # Rows that vLLM has filled up have no tokens; the core masks those.
-            if self.grammars.has(name) and rows.stop - rows.start > 1 and trees.tokens[rows.start + 1] >= 0:
-                grammar = self.grammars.of(name, runner.requests[name].output_token_ids)
-                assert grammar is not None  # it had drafts
-                found[index] = grammar
-        return self.grammars.masks(found) if found else None
-
     def _only_chain(self, params: Any) -> bool:
         """Whether a request can have chains alone; counts the step if so."""
         if self.chain_reason is not None:
             reason = "model_chain"
-        elif params.structured_outputs is not None and self.grammars is None:
+        elif params.structured_outputs is not None and self.constraints.grammars is None:
             # vLLM masks the logits along the flat list of drafts: right for a chain, wrong for a tree.
             reason = "structured_output_chain"
         else:
@@ -340,10 +283,7 @@ class Drafter:
     def finish(self, request_id: str, num_output_tokens: int = 0) -> None:
         """A request is gone that has put out so many tokens."""
         self.proposed.pop(request_id, None)
-        if self.grammars is not None:
-            self.grammars.finish(request_id)
-        if self._ruled is not None:
-            self._ruled.finish(request_id)
+        self.constraints.finish(request_id)
         if self.model_drafts is not None:
             self.model_drafts.finish(request_id, num_output_tokens)
         if self._sampling.pop(request_id, None) is not None:
@@ -374,18 +314,7 @@ class Drafter:
         num_rows = np.add.reduceat(real, trees.row_start[:-1], dtype=np.int32)
         top, self._top = self._top, None
         if top is not None or not self.proposer.verified_top_k:
-            accepted = trees.parents < 0
-            for start, path, tokens in zip(trees.row_start.tolist(), trees.accepted, sampled, strict=False):
-                accepted[[start + row for row in path[: len(tokens)]]] = True
-            rows = VerifiedRows(
-                runner.input_batch.req_ids,
-                trees.row_start,
-                trees.tokens,
-                trees.parents,
-                accepted,
-                *(top or no_top(len(real))),
-                emitted=sampled,
-            ).where(real)
+            rows = trees.verified(runner.input_batch.req_ids, sampled, top).where(real)
             self.proposer.observe(rows)
             if self._export is not None and self._log_total is not None:
                 self._export.observe(rows, self._log_total[real])

@@ -27,7 +27,6 @@ from vllm.v1.sample.logits_processor import (
     LogitsProcessors,
     cached_load_custom_logitsprocs,
 )
-from vllm.v1.sample.thinking_budget_state import maybe_create_thinking_budget_state_holder
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
 from vllm_ext.compat import cpu
@@ -40,7 +39,7 @@ from vllm_ext.engine.v1 import calibration
 from vllm_ext.engine.v1.aux_logits import RuledRunner
 from vllm_ext.engine.v1.drafter import Drafter
 from vllm_ext.engine.v1.rejection_sampler import TreeSampler
-from vllm_ext.engine.v1.row_states import RowStates
+from vllm_ext.engine.v1.row_states import RowStates, sample_rows_alone
 from vllm_ext.kernels.tree_attention import TreeRows
 from vllm_ext.proposers.step_cost import StepCost
 from vllm_ext.proposers.tree import Int32
@@ -71,7 +70,7 @@ class SpeculativeRunner(RuledRunner):
     def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> Any:
         """After vLLM has bound the caches: find out whether this model can verify trees."""
         result = super().initialize_kv_cache(*args, **kwargs)  # type: ignore[misc]
-        _sample_rows_alone(self)
+        sample_rows_alone(self)
         if self.drafter.model_drafts is not None:
             self.drafter.model_drafts.passes.bind(self)
         self.drafter.chain_reason = self._chain_reason()
@@ -151,7 +150,7 @@ class SpeculativeRunner(RuledRunner):
         if self.drafter.model_drafts is not None:
             self.drafter.model_drafts.passes.begin_step(scheduler_output)
         for request in scheduler_output.scheduled_new_reqs:
-            self.drafter.admit(request.req_id, request.sampling_params)
+            self.drafter.constraints.start(request.req_id, request.sampling_params)
         return super().execute_model(scheduler_output, *args, **kwargs)
 
     def _prepare_inputs(self, scheduler_output: Any, num_scheduled_tokens: Any) -> Any:
@@ -390,16 +389,6 @@ def install(runner: Any) -> None:
         for processor in (*BUILTIN_LOGITS_PROCESSORS, *custom)
     )
     runner.input_batch.logitsprocs_need_output_token_ids |= bool(custom)
-
-
-def _sample_rows_alone(runner: Any) -> None:
-    """Thinking budgets as vLLM has them without speculation: a call of the sampler has one row of each request.
-
-    Where the blocks' sizes are not what it thought, vLLM makes the batch again when it binds the caches.
-    """
-    runner.input_batch.thinking_budget_state_holder = maybe_create_thinking_budget_state_holder(
-        runner.vllm_config.reasoning_config, runner.max_num_reqs, 0, runner.device, PIN_MEMORY
-    )
 
 
 def _to(array: Any, device: torch.device) -> torch.Tensor:

@@ -49,7 +49,7 @@ class TreeSampler(RejectionSampler):  # type: ignore[misc]  # vLLM is untyped to
         for _, twin in self.runner.twins.pairs if self.runner.twins is not None else ():
             trees.drawn.pop(twin, None)
         logprobs = None
-        masks = self.runner.drafter.masks(self.runner, trees)
+        masks = self.runner.drafter.constraints.masks(self.runner, trees)
         if _is_plain_greedy(sampling_metadata):
             choice = self.runner.greedy_choice
             if choice is None:

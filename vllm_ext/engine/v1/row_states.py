@@ -28,6 +28,7 @@ from vllm.v1.sample.logits_processor.builtin import (
     MinPLogitsProcessor,
     MinTokensLogitsProcessor,
 )
+from vllm.v1.sample.thinking_budget_state import maybe_create_thinking_budget_state_holder
 
 from vllm_ext.engine.v1.logits_processor import RuleProcessor
 
@@ -201,4 +202,14 @@ def _asks_each(processor: Any) -> bool:
         issubclass(kind, AdapterLogitsProcessor)
         and kind.apply is AdapterLogitsProcessor.apply
         and kind.update_state is AdapterLogitsProcessor.update_state
+    )
+
+
+def sample_rows_alone(runner: Any) -> None:
+    """Thinking budgets as vLLM has them without speculation: a call of the sampler has one row of each request.
+
+    Where the blocks' sizes are not what it thought, vLLM makes the batch again when it binds the caches.
+    """
+    runner.input_batch.thinking_budget_state_holder = maybe_create_thinking_budget_state_holder(
+        runner.vllm_config.reasoning_config, runner.max_num_reqs, 0, runner.device, PIN_MEMORY
     )

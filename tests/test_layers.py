@@ -99,10 +99,10 @@ def test_a_room_has_a_few_files_that_do_one_thing(room: Path) -> None:
 @pytest.mark.parametrize(
     ("room", "forbidden"),
     [
-        ("engine", ["cli", "bench", "report", "training", "doctor", "demo"]),
+        ("engine", ["cli", "bench", "report", "training", "doctor", "demo", "features"]),
         ("engine.v1", ["engine.v2"]),
         ("engine.v2", ["engine.v1"]),
-        ("config", ["engine", "cli"]),
+        ("config", ["engine", "cli", "features"]),
         ("compat", ["config", "engine", "cli"]),
         ("data", ["engine", "config", "cli"]),
         ("bench", ["report", "cli"]),

@@ -18,6 +18,7 @@ from vllm_ext.compat import hooks
 from vllm_ext.config import refusals
 from vllm_ext.config.runners import Choice
 from vllm_ext.engine import step_extras
+from vllm_ext.features import class_paths
 
 METHOD = {"method": "token_recycling", "num_speculative_tokens": 4, "matrix_width": 2}
 
@@ -33,9 +34,9 @@ def test_a_method_becomes_options_vllm_knows(model_dir: str) -> None:
     for _ in range(2):  # a second call finds the arguments as the user wrote them
         made = args.create_engine_config()
         assert made.speculative_config.method == "custom_class"
-        assert made.speculative_config.model == plugin.DRAFTER_CLASS
+        assert made.speculative_config.model == class_paths.DRAFTER
         assert made.speculative_config.num_speculative_tokens == 4
-        assert made.parallel_config.worker_cls == plugin.WORKER_CLASS
+        assert made.parallel_config.worker_cls == class_paths.WORKER
         assert made.additional_config["mine"] == 1
         assert made.additional_config["vllm_ext"]["speculation"].items() > METHOD.items()
         assert args.speculative_config == METHOD
@@ -55,7 +56,7 @@ def test_drafts_come_with_tokens_where_workers_are_processes(
 
     made = config_for(model_dir, speculative_config=METHOD)
     assert AnyExecutor.get_class(made) is v1_executor.Executor
-    assert made.parallel_config.distributed_executor_backend == plugin.EXECUTOR_CLASS
+    assert made.parallel_config.distributed_executor_backend == class_paths.EXECUTOR
     users = config_for(model_dir, speculative_config=METHOD, distributed_executor_backend=MultiprocExecutor)
     assert AnyExecutor.get_class(users) is MultiprocExecutor
     assert config_for(model_dir).parallel_config.distributed_executor_backend == "mp"

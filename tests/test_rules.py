@@ -21,11 +21,11 @@ from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.sample.logits_processor import validate_logits_processors_parameters
 
-from vllm_ext import plugin
 from vllm_ext.cli.main import app
 from vllm_ext.config import rules, runners
 from vllm_ext.data.model_files import ModelVocabulary
 from vllm_ext.engine.v1 import logits_processor
+from vllm_ext.features import class_paths
 from vllm_ext.kernels import trie
 from vllm_ext.samplers import trie_file
 from vllm_ext.samplers.extract import SpanConstraint
@@ -212,19 +212,19 @@ def test_classes_of_the_users_own_next_to_rules_that_bring_theirs(
 
 def test_rules_that_report_or_learn_bring_their_classes(slice_dir: str, made: Path, tmp_path: Path) -> None:
     config = engine_config(slice_dir, {"rules": {"awrs": {}}})
-    assert config.parallel_config.worker_cls == plugin.RULES_WORKER_CLASS
-    assert config.scheduler_config.scheduler_cls == plugin.RULES_SCHEDULER_CLASS
+    assert config.parallel_config.worker_cls == class_paths.RULES_WORKER
+    assert config.scheduler_config.scheduler_cls == class_paths.RULES_SCHEDULER
     config = engine_config(
         slice_dir, {"rules": {"awrs": {}}}, speculative_config={"method": "token_recycling"}
     )
-    assert config.parallel_config.worker_cls == plugin.WORKER_CLASS
+    assert config.parallel_config.worker_cls == class_paths.WORKER
     asap = {"asap": {"state_dir": str(tmp_path / "new")}}
     config = engine_config(slice_dir, {"rules": asap})
-    assert config.parallel_config.worker_cls == plugin.RULES_WORKER_CLASS
-    assert config.scheduler_config.scheduler_cls == plugin.RULES_SCHEDULER_CLASS  # grammars compile beside it
+    assert config.parallel_config.worker_cls == class_paths.RULES_WORKER
+    assert config.scheduler_config.scheduler_cls == class_paths.RULES_SCHEDULER  # grammars compile beside it
     assert (tmp_path / "new").is_dir()
     config = engine_config(slice_dir, {"rules": {"trie": {"files": {"short": str(made)}}}})
-    assert config.parallel_config.worker_cls == plugin.RULES_WORKER_CLASS  # it tells of rules that fail
+    assert config.parallel_config.worker_cls == class_paths.RULES_WORKER  # it tells of rules that fail
     assert config.scheduler_config.scheduler_cls.startswith("vllm_ext.engine.ended_requests.")
 
 

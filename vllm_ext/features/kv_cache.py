@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An encoded KV cache."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.logger import init_logger
+
+from vllm_ext import __version__
+from vllm_ext.config import kv_cache
+from vllm_ext.features import class_paths
+from vllm_ext.features.base import Asked, Feature
+
+logger = init_logger("vllm.vllm_ext")
+
+
+class KVCache(Feature):
+    """Codecs of blocks, and codecs that choose blocks."""
+
+    def parse(self, args: Any, asked: Asked) -> None:
+        asked.kv = kv_cache.from_config(args)
+
+    def refuse(self, args: Any, asked: Asked) -> None:
+        if asked.kv is not None:
+            companion = asked.rules is not None and asked.rules.companion is not None
+            kv_cache.check_engine_args(args, asked.kv, companion, asked.method)
+
+    def options(self, args: Any, asked: Asked) -> dict[str, Any]:
+        if asked.kv is None:
+            return {}
+        options: dict[str, Any] = {"worker_cls": class_paths.KV_WORKER}
+        if asked.kv.answers_read_less:
+            options["scheduler_cls"] = class_paths.RULES_SCHEDULER
+            options["async_scheduling"] = False  # vLLM's scheduler for that is another
+        if args.block_size is None:
+            options["block_size"] = asked.kv.block_size
+        if not asked.kv.caches_prefixes:
+            options["enable_prefix_caching"] = False
+            logger.info(
+                "vllm-ext: no prefix caching: KV method %s changes blocks that are full", asked.kv.method
+            )
+        return options
+
+    def check(self, vllm_config: Any, asked: Asked) -> None:
+        if asked.kv is not None:
+            kv_cache.check_vllm_config(vllm_config, asked.kv)
+            logger.info("vllm-ext %s: KV cache by %s", __version__, asked.kv)

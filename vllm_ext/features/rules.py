@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sampling rules."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from vllm.logger import init_logger
+
+from vllm_ext import __version__, patches
+from vllm_ext.config import refusals, rules, speculative
+from vllm_ext.config.rules import RuleSettings
+from vllm_ext.data import steering_artifacts
+from vllm_ext.engine import paired_requests
+from vllm_ext.engine.models import second_model
+from vllm_ext.engine.state import state_file
+from vllm_ext.features import class_paths
+from vllm_ext.features.base import Asked, Feature, vocabulary
+
+logger = init_logger("vllm.vllm_ext")
+
+
+class Rules(Feature):
+    """A logits processor, and where they need them a worker and a scheduler."""
+
+    def parse(self, args: Any, asked: Asked) -> None:
+        ruled = rules.from_config(args)
+        if ruled is not None:
+            given = {name: getattr(options, "state_dir", None) for name, options in ruled.options.items()}
+            folders = {
+                name: {"state_dir": str(state_file.prepare_folder(folder, option="--additional-config"))}
+                for name, folder in given.items()
+                if folder is not None
+            }
+            asked.rules = ruled.with_options(folders)
+
+    def refuse(self, args: Any, asked: Asked) -> None:
+        if asked.rules is not None:
+            if asked.method is None:
+                refusals.check_rules(args)
+            refusals.check_rules_classes(args, asked.rules)
+            refusals.check_rules_runner(asked.rules, asked.on_v2)
+
+    def options(self, args: Any, asked: Asked) -> dict[str, Any]:
+        ruled = asked.rules
+        if ruled is None:
+            return {}
+        processors = [*(args.logits_processors or ()), _processor_of(ruled, asked.on_v2)]
+        options: dict[str, Any] = {"logits_processors": processors}
+        if ruled.reports or ruled.learns or ruled.steers:
+            options["worker_cls"] = class_paths.RULES_WORKER
+        elif args.worker_cls == "auto":
+            options["worker_cls"] = class_paths.V2_RULES_WORKER if asked.on_v2 else class_paths.RULES_WORKER
+        may_wait = not asked.on_v2 and args.scheduler_cls is None and not args.async_scheduling
+        if ruled.schedules or (ruled.waits and may_wait):
+            options["scheduler_cls"] = class_paths.RULES_SCHEDULER
+            options["async_scheduling"] = False  # vLLM's scheduler for that is another
+        return options
+
+    def settings(self, asked: Asked) -> dict[str, Any]:
+        return {} if asked.rules is None else {speculative.RULES: json.loads(asked.rules.as_json)}
+
+    def check(self, vllm_config: Any, asked: Asked) -> None:
+        ruled = asked.rules
+        if ruled is None:
+            return
+        refusals.check_rules_config(vllm_config, ruled, asked.on_v2)
+        ruled.check(*vocabulary(vllm_config), vllm_config.model_config.get_total_num_hidden_layers())
+        for name, options in ruled.options.items():
+            if (file := getattr(options, "file", None)) is not None:
+                with rules.named(name):
+                    steering_artifacts.check("file", file, name, vllm_config.model_config.model)
+        if ruled.companion is not None:
+            field = f'{rules.FIELD}["rules"]'
+            second_model.check_reads_text(vllm_config, field)
+            companion = second_model.check(vllm_config, ruled.companion, field)
+            ruled.check_companion(companion.get_total_num_hidden_layers())
+        if ruled.twins:
+            patches.read_requests()
+            paired_requests.load_pieces(vllm_config)
+        logger.info("vllm-ext %s: sampling rules %s", __version__, ruled.as_json)
+
+    def finish(self, vllm_config: Any, asked: Asked) -> None:
+        scheduler = vllm_config.scheduler_config
+        if asked.rules is not None and scheduler.scheduler_cls is None:
+            ahead = scheduler.async_scheduling
+            scheduler.scheduler_cls = (
+                class_paths.ENDING_ASYNC_SCHEDULER if ahead else class_paths.ENDING_SCHEDULER
+            )
+
+
+def _processor_of(ruled: RuleSettings, on_v2: bool) -> str:
+    """What vLLM loads as a logits processor; its runners have different interfaces."""
+    if on_v2:
+        from vllm_ext.engine.v2 import logits_processor as v2_rules
+
+        return v2_rules.configured.name_of(ruled)
+    from vllm_ext.engine.v1 import logits_processor as v1_rules
+
+    return v1_rules.configured.name_of(ruled)

@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Methods of speculative decoding.
+
+vLLM's ``method`` is a closed Literal. A method of ours turns into a worker class, and into a method of vLLM's own: for
+its V1 runner ``custom_class``; for V2, which has no such, the smallest that it drafts with itself.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.logger import init_logger
+
+from vllm_ext import __version__, patches
+from vllm_ext.config import refusals, runners, speculative
+from vllm_ext.config.speculative import Settings
+from vllm_ext.engine import grammar
+from vllm_ext.engine.models import layer_slices, second_model
+from vllm_ext.engine.state import state_file
+from vllm_ext.features import class_paths
+from vllm_ext.features.base import Asked, Feature, vocabulary
+from vllm_ext.proposers import level_budget
+from vllm_ext.proposers.draft_model import DraftModelOptions, PassOptions
+from vllm_ext.proposers.self_draft import SelfDraftOptions
+
+logger = init_logger("vllm.vllm_ext")
+
+MANY_REQUESTS = 1 << 20  # where the engine has not been told how many
+
+
+class Speculation(Feature):
+    """A proposer, driven by the worker of either runner."""
+
+    def parse(self, args: Any, asked: Asked) -> None:
+        if not speculative.is_ours(args.speculative_config):
+            return
+        requested = dict(args.speculative_config)
+        if args.spec_tokens is not None:
+            if "num_speculative_tokens" in requested:
+                raise ValueError(
+                    f"--spec-tokens={args.spec_tokens} and speculative_config.num_speculative_tokens="
+                    f"{requested['num_speculative_tokens']!r} are the same option; give one of them."
+                )
+            requested["num_speculative_tokens"] = args.spec_tokens
+        settings = speculative.parse(requested)
+        refusals.check_engine_args(args, settings.method)
+        if isinstance(settings.options, PassOptions):
+            refusals.check_scheduler(args, settings.method)
+        folders = {name: getattr(settings.options, name, None) for name in ("state_dir", "export_dir")}
+        if given := {name: folder for name, folder in folders.items() if folder is not None}:
+            # Absolute: a worker may have another working directory.
+            settings = settings.with_options(
+                **{name: str(state_file.prepare_folder(folder, name)) for name, folder in given.items()}
+            )
+        asked.runner = runners.choose(args, settings, asked.rules, encoded_kv=asked.kv is not None)
+        asked.method = _with_default_nodes(settings) if asked.on_v2 else settings
+
+    def refuse(self, args: Any, asked: Asked) -> None:
+        if asked.method is not None:
+            refusals.check_runner(args, asked.method.method, asked.runner)
+
+    def options(self, args: Any, asked: Asked) -> dict[str, Any]:
+        if asked.method is None:
+            return {}
+        return _on_device(args, asked.method) if asked.on_v2 else _custom_class(args, asked.method)
+
+    def settings(self, asked: Asked) -> dict[str, Any]:
+        return {} if asked.method is None else {speculative.SPECULATION: asked.method.to_additional_config()}
+
+    def check(self, vllm_config: Any, asked: Asked) -> None:
+        settings = asked.method
+        if settings is None:
+            return
+        refusals.check_vllm_config(vllm_config, settings.method, asked.runner)
+        settings.proposer_class.check(settings.options, *vocabulary(vllm_config))
+        if isinstance(settings.options, DraftModelOptions):
+            second_model.check(vllm_config, settings.options)
+        if isinstance(settings.options, SelfDraftOptions):
+            layer_slices.check(vllm_config, settings)
+        patches.allow_all_sampling_parameters(class_paths.DRAFTER, class_paths.DEVICE_DRAFTER)
+        # Not before: vLLM chooses one itself, and knows its own by name while it does.
+        parallel = vllm_config.parallel_config
+        if not asked.on_v2 and parallel.distributed_executor_backend == "mp":
+            parallel.distributed_executor_backend = class_paths.EXECUTOR
+        if vllm_config.speculative_config.num_speculative_tokens_per_batch_size is not None:
+            ahead = vllm_config.scheduler_config.async_scheduling
+            scheduler_class = class_paths.V2_ASYNC_SCHEDULER if ahead else class_paths.V2_SCHEDULER
+            vllm_config.scheduler_config.scheduler_cls = scheduler_class
+        elif asked.on_v2 and settings.options.budget != "fixed":
+            logger.warning(
+                "vllm-ext: budget=%r has no effect with data_parallel_size=%d on the V2 model runner: ranks must have "
+                "equally many drafts. Each step verifies num_speculative_tokens=%d.",
+                settings.options.budget,
+                parallel.data_parallel_size,
+                settings.options.num_speculative_tokens,
+            )
+        logger.info("vllm-ext %s: speculative method %s", __version__, settings)
+        logger.info("vllm-ext: model runner %s: %s", asked.runner.runner, asked.runner.reason)
+        if asked.on_v2 and not runners.is_on_device(settings):
+            logger.info("vllm-ext: %s: %s", settings.method, runners.WAITS)
+
+
+def _with_default_nodes(settings: Settings) -> Settings:
+    """Of V2, where the user has not said how many: a tree whose rows with the root are a power of two."""
+    if "num_speculative_tokens" in settings.options.model_fields_set:
+        return settings
+    return settings.with_options(num_speculative_tokens=level_budget.DEFAULT_NODES)
+
+
+def _on_device(args: Any, settings: Settings) -> dict[str, Any]:
+    """The engine's own options that make its V2 runner run a method of ours."""
+    nodes = settings.options.num_speculative_tokens
+    speculative_config = {
+        "method": class_paths.DEVICE_METHOD,
+        "model": class_paths.DEVICE_DRAFTER,
+        "num_speculative_tokens": nodes,
+    }
+    if settings.options.budget != "fixed":
+        most = args.max_num_seqs or MANY_REQUESTS
+        speculative_config["num_speculative_tokens_per_batch_size"] = level_budget.by_batch_size(nodes, most)
+    return {
+        "speculative_config": speculative_config,
+        "spec_tokens": None,
+        "worker_cls": class_paths.V2_WORKER,
+    }
+
+
+def _custom_class(args: Any, settings: Settings) -> dict[str, Any]:
+    """The engine's own options that make its V1 runner run a method of ours."""
+    options = {
+        "speculative_config": {
+            "method": "custom_class",
+            "model": class_paths.DRAFTER,
+            "num_speculative_tokens": settings.options.num_speculative_tokens,
+        },
+        "spec_tokens": None,
+        "worker_cls": class_paths.WORKER,
+        # custom_class rules it out; set, it spares the user vLLM's warning about a method they did not name.
+        "async_scheduling": False,
+    }
+    if isinstance(settings.options, PassOptions):
+        options["scheduler_cls"] = class_paths.SCHEDULER
+    elif args.scheduler_cls is None:
+        options["scheduler_cls"] = grammar.SCHEDULER_CLASS
+    return options

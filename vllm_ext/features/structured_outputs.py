@@ -1,0 +1,28 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Structured output that is enforced whole, or refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.logger import init_logger
+
+from vllm_ext import __version__, patches
+from vllm_ext.config import structured_outputs
+from vllm_ext.features.base import Asked, Feature
+
+logger = init_logger("vllm.vllm_ext")
+
+
+class StructuredOutputs(Feature):
+    """Strict servers."""
+
+    def parse(self, args: Any, asked: Asked) -> None:
+        asked.strict = structured_outputs.is_strict(args)
+
+    def check(self, vllm_config: Any, asked: Asked) -> None:
+        if asked.strict:
+            if warning := structured_outputs.check_vllm_config(vllm_config):
+                logger.warning("vllm-ext: %s", warning)
+            patches.read_requests()
+            logger.info("vllm-ext %s: structured output is strict", __version__)

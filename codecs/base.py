@@ -12,10 +12,11 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any, ClassVar
 
-import torch
 from pydantic import BaseModel, ConfigDict, Field
 
 if TYPE_CHECKING:
+    import torch
+
     from vllm_ext.codecs.selection import Choice
 
 

@@ -15,12 +15,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, Protocol, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, get_args
 
-import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
 from vllm_ext.kernels.learned_arrays import Learned
+
+if TYPE_CHECKING:
+    import torch
 
 MAX_TEXT = 65_536
 Kind = Literal["json", "regex", "grammar"]  # how a grammar is written

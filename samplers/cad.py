@@ -23,8 +23,9 @@ from pydantic import Field
 
 from vllm_ext.samplers.base import Asked, Row, RuleOptions, RuleParams
 from vllm_ext.samplers.messages import quoted
+from vllm_ext.samplers.plausible import plausible_mask
 from vllm_ext.samplers.prompt_parts import Prompt, TwinPrompt, another, without
-from vllm_ext.samplers.steering import SteeringRule, plausible_mask
+from vllm_ext.samplers.steering import SteeringRule
 
 
 class CadOptions(RuleOptions):

@@ -19,7 +19,8 @@ import torch
 from pydantic import Field
 
 from vllm_ext.samplers.base import Row, RuleParams
-from vllm_ext.samplers.steering import CompanionOptions, SteeringRule, leave, plausible
+from vllm_ext.samplers.plausible import leave, plausible
+from vllm_ext.samplers.steering import CompanionOptions, SteeringRule
 
 Form = Literal["scaled", "ratio"]
 

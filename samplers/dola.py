@@ -22,14 +22,8 @@ import torch
 from pydantic import Field
 
 from vllm_ext.samplers.base import Row, RuleParams
-from vllm_ext.samplers.steering import (
-    Plausible,
-    SteeringOptions,
-    SteeringRule,
-    leave,
-    plausible,
-    plausible_mask,
-)
+from vllm_ext.samplers.plausible import Plausible, leave, plausible, plausible_mask
+from vllm_ext.samplers.steering import SteeringOptions, SteeringRule
 
 LARGE = 8192  # tokens of a row whose temporaries had better stay in a CPU's cache
 

@@ -21,8 +21,9 @@ import torch
 from pydantic import Field
 
 from vllm_ext.samplers.base import Row, RuleParams
+from vllm_ext.samplers.plausible import leave, plausible
 from vllm_ext.samplers.prompt_parts import Prompt, TwinPrompt, without
-from vllm_ext.samplers.steering import CompanionOptions, SteeringRule, leave, plausible
+from vllm_ext.samplers.steering import CompanionOptions, SteeringRule
 
 
 class LolOptions(CompanionOptions):

@@ -21,7 +21,8 @@ from pydantic import Field
 from vllm_ext.kernels.user_paths import UserPath
 from vllm_ext.samplers import guide_file
 from vllm_ext.samplers.base import Row, RuleParams, Vocabulary
-from vllm_ext.samplers.steering import SteeringOptions, SteeringRule, plausible_mask
+from vllm_ext.samplers.plausible import plausible_mask
+from vllm_ext.samplers.steering import SteeringOptions, SteeringRule
 
 
 class SvdecodeOptions(SteeringOptions):

@@ -16,7 +16,6 @@ from importlib import metadata
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
-from vllm.exceptions import VLLMValidationError
 
 from vllm_ext.config import rules, speculative
 from vllm_ext.samplers.kept import Kept, digest
@@ -112,6 +111,8 @@ def check_request(vllm_config: Any, request: Any) -> None:
 
 
 def _refuse(parameter: str, what: str, problem: Problem, *ways: str) -> None:
+    from vllm.exceptions import VLLMValidationError
+
     ways = (problem.instead or "Change the schema", *ways, f'serve without {FIELD}["strict"]')
     raise VLLMValidationError(
         f"{what}: {IN_PART}, which this server refuses: {problem}. {', '.join(ways[:-1])}, or {ways[-1]}.",

@@ -5,9 +5,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import vllm.envs as envs
-from vllm.exceptions import VLLMValidationError
-
 
 def check_request(vllm_config: Any, request: Any) -> None:
     """Refuse a request with a longer list than the V2 runner keeps of one.
@@ -32,6 +29,8 @@ def check_request(vllm_config: Any, request: Any) -> None:
     }
     if not any(lengths.values()):
         return
+    import vllm.envs as envs
+    from vllm.exceptions import VLLMValidationError
     from vllm.v1.worker.gpu.sample import logit_bias
 
     limits = {

@@ -1,16 +1,74 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The patches of vLLM that no option, registry or subclass replaces. One function each, with its reason."""
+"""All that replaces or re-classes something of vLLM's, as no option, registry or subclass does. Each has its reason.
+
+`REPLACED` and `SUBCLASSED` are the whole list; a test compares it with what it finds in a running engine. Nothing is
+replaced in a process that is asked for nothing of ours, but `EngineArgs.create_engine_config`, which then calls vLLM's.
+"""
 
 from __future__ import annotations
 
 import functools
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 FALL_ASLEEP_SECONDS = 0.2
+
+# Functions of vLLM's, and what replaces them.
+REPLACED = {
+    "vllm.engine.arg_utils.EngineArgs.create_engine_config": "rewrite_engine_args",
+    "vllm.sampling_params.SamplingParams._validate_spec_decode": "allow_all_sampling_parameters",
+    "vllm.v1.engine.input_processor.InputProcessor.process_inputs": "read_requests",
+    "vllm.v1.engine.llm_engine.LLMEngine.get_metrics": "show_counters",
+    "vllm.v1.engine.utils.get_engine_process_shutdown_timeout": "let_engines_end",
+    "vllm.model_executor.layers.utils.dispatch_cpu_unquantized_gemm": "multiply_few_rows_fast",  # while models load
+}
+# Mixins that `subclass_in_place` puts before the class of a finished object of vLLM's.
+SUBCLASSED = (
+    "vllm_ext.engine.kv_cache.selection.SelectingRunner",
+    "vllm_ext.engine.v1.aux_logits.RuledRunner",
+    "vllm_ext.engine.v1.model_runner.SpeculativeRunner",
+    "vllm_ext.engine.v2.model_runner.SpeculativeRunner",
+    "vllm_ext.engine.v2.model_state.TreeState",
+    "vllm_ext.engine.v2.penalties.TreeBadWords",
+    "vllm_ext.engine.v2.penalties.TreePenalties",
+    "vllm_ext.engine.v2.rejection_sampler.LearningSampler",
+)
+
+_wrapper: Any = None
+
+
+def subclass_in_place(thing: Any, mixin: type[Any]) -> None:
+    """Put a mixin before the class of a finished object.
+
+    vLLM's CPU worker builds its runner inline, and runners their parts: there is no method to override that returns
+    them. Giving the object a subclass is the same on every platform and moves no state.
+    """
+    base = type(thing)
+    thing.__class__ = type(f"{mixin.__name__}{base.__name__}", (mixin, base), {})
+
+
+def rewrite_engine_args(create: Callable[..., Any]) -> None:
+    """Let ``create`` make engines' configurations, given vLLM's own function and its arguments. Idempotent.
+
+    vLLM's ``method`` is a closed Literal, and its registries start behind it: there is no other place where the name of
+    a method of ours can enter.
+    """
+    global _wrapper
+    from vllm.engine.arg_utils import EngineArgs
+
+    original = EngineArgs.create_engine_config
+    if original is _wrapper:
+        return
+
+    @functools.wraps(original)
+    def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return create(original, self, *args, **kwargs)
+
+    _wrapper = create_engine_config
+    EngineArgs.create_engine_config = create_engine_config
 
 
 def allow_all_sampling_parameters(*drafters: str) -> None:
@@ -134,6 +192,7 @@ def multiply_few_rows_fast() -> Iterator[None]:
 
     original = utils.dispatch_cpu_unquantized_gemm
 
+    @functools.wraps(original)
     def dispatch_cpu_unquantized_gemm(layer: Any, remove_weight: bool) -> None:
         if not cpu_linear.take_over(layer, remove_weight):
             original(layer, remove_weight)

@@ -1,47 +1,35 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The entry point vLLM calls in every process, and the one wrapper it installs.
+"""The entry point vLLM calls in every process: it makes our names valid where vLLM reads its options.
 
-``register()`` wraps ``EngineArgs.create_engine_config`` and does nothing else. vLLM's ``method`` is a closed Literal
-and its registries start behind it, so this is the one place where our method names can enter. `features` turns them,
-and what stands in ``additional_config``, into options that vLLM knows.
+`features` turns them into options that vLLM knows. Engines that are asked for nothing of ours are as without us.
 """
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
+from vllm_ext import patches
 from vllm_ext.engine import startup_log
-
-_wrapper: Any = None
 
 
 def register() -> None:
     """Make our method names valid in ``speculative_config``, and rules in ``additional_config``. Idempotent, silent."""
-    global _wrapper
     from vllm import envs
-    from vllm.engine.arg_utils import EngineArgs
 
     startup_log.admit_our_variables(envs.environment_variables)
     startup_log.trust_our_schedulers()
+    patches.rewrite_engine_args(_create_engine_config)
 
-    original = EngineArgs.create_engine_config
-    if original is _wrapper:
-        return
 
-    @functools.wraps(original)
-    def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
-        from vllm_ext.config import speculative
+def _create_engine_config(original: Any, engine_args: Any, *args: Any, **kwargs: Any) -> Any:
+    from vllm_ext.config import speculative
 
-        speculative.check_spelling(self)
-        ours = speculative.is_ours(self.speculative_config)
-        if self.speculative_config and not ours:
-            speculative.check_known(self.speculative_config)
-        if not ours and not speculative.ours(self):
-            return original(self, *args, **kwargs)
-        from vllm_ext.features import engine_args
+    speculative.check_spelling(engine_args)
+    ours = speculative.is_ours(engine_args.speculative_config)
+    if engine_args.speculative_config and not ours:
+        speculative.check_known(engine_args.speculative_config)
+    if not ours and not speculative.ours(engine_args):
+        return original(engine_args, *args, **kwargs)
+    from vllm_ext.features import engine_args as features
 
-        return engine_args.create_engine_config(original, self, *args, **kwargs)
-
-    _wrapper = create_engine_config
-    EngineArgs.create_engine_config = create_engine_config
+    return features.create_engine_config(original, engine_args, *args, **kwargs)

@@ -17,6 +17,7 @@ import torch
 from vllm.distributed.communication_op import tensor_model_parallel_all_reduce
 from vllm.distributed.parallel_state import get_tensor_model_parallel_world_size
 
+from vllm_ext import patches
 from vllm_ext.codecs.base import KVCodec
 from vllm_ext.codecs.selection import Choice, lists_of
 from vllm_ext.config import kv_cache
@@ -152,8 +153,7 @@ def settle(
 
 def install(runner: Any, codec: KVCodec) -> None:
     """Put the mixin in front of a constructed runner's class."""
-    base = type(runner)
-    runner.__class__ = type(f"Selecting{base.__name__}", (SelectingRunner, base), {})
+    patches.subclass_in_place(runner, SelectingRunner)
     runner.selecting, runner.choices = codec, {}
 
 

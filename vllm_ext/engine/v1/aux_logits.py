@@ -17,6 +17,7 @@ import torch
 from vllm.forward_context import set_forward_context
 from vllm.logger import init_logger
 
+from vllm_ext import patches
 from vllm_ext.config import rules
 from vllm_ext.config.rules import RuleSettings
 from vllm_ext.data.model_files import ModelVocabulary
@@ -385,5 +386,4 @@ class RuledRunner:
 
 def install(runner: Any) -> None:
     """Put the mixin in front of a constructed runner's class."""
-    base = type(runner)
-    runner.__class__ = type(f"Ruled{base.__name__}", (RuledRunner, base), {})
+    patches.subclass_in_place(runner, RuledRunner)

@@ -29,6 +29,7 @@ from vllm.v1.sample.logits_processor import (
 )
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
+from vllm_ext import patches
 from vllm_ext.compat import cpu
 from vllm_ext.engine import step_extras, tree_layers
 from vllm_ext.engine.attention import tree_backend
@@ -368,13 +369,8 @@ class SpeculativeRunner(RuledRunner):
 
 
 def install(runner: Any) -> None:
-    """Put the mixin in front of a constructed runner's class, and our verifier in the place of vLLM's.
-
-    The CPU worker builds its runner inline, so there is no method to override that returns it; giving the
-    finished object a subclass is the same for every platform and moves no state.
-    """
-    base = type(runner)
-    runner.__class__ = type(f"Speculative{base.__name__}", (SpeculativeRunner, base), {})
+    """Put the mixin in front of a constructed runner's class, and our verifier instead of vLLM's."""
+    patches.subclass_in_place(runner, SpeculativeRunner)
     sampler = TreeSampler(runner.sampler, runner.speculative_config, runner.device)
     # Not a submodule: a runner is no nn.Module, and vLLM walks no module tree through its sampler.
     sampler.runner = runner

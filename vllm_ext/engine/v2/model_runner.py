@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from vllm.logger import init_logger
 
+from vllm_ext import patches
 from vllm_ext.config import runners, speculative
 from vllm_ext.engine import step_extras, tree_layers
 from vllm_ext.engine.attention import tree_backend
@@ -56,13 +57,13 @@ class SpeculativeRunner:
         """vLLM's; then the parts that it has made learn of trees."""
         super().load_model(*args, **kwargs)  # type: ignore[misc]
         runner: Any = self
-        _put_before(self.model_state, TreeState)
+        patches.subclass_in_place(self.model_state, TreeState)
         self.model_state.speculator = self.speculator
-        _put_before(self.sampler, LearningSampler)
+        patches.subclass_in_place(self.sampler, LearningSampler)
         self.sampler.speculator = self.speculator
         for kind in (TreePenalties, TreeBadWords):
             (own,) = (each for each in self.sampler.logits_processors if type(each) is kind.__base__)
-            own.__class__ = kind
+            patches.subclass_in_place(own, kind)
             own.speculator = self.speculator
         processors = self.sampler.logits_processors
         processors[NUM_STOCK_PROCESSORS:] = [
@@ -212,7 +213,7 @@ def install(runner: Any) -> None:
     The CPU worker builds its runner inline, so there is no method to override that returns it; giving the finished
     object a subclass is the same for every platform and moves no state. Nothing has asked the speculator yet.
     """
-    _put_before(runner, SpeculativeRunner)
+    patches.subclass_in_place(runner, SpeculativeRunner)
     settings = speculative.from_vllm_config(runner.vllm_config)
     assert settings is not None
     kind = DeviceSpeculator if runners.is_on_device(settings) else HostSpeculator
@@ -220,8 +221,3 @@ def install(runner: Any) -> None:
     runner.speculator.may_vary = runner._may_vary
     if reason := shares.problem(runner.vllm_config, settings):
         logger.warning("vllm-ext: budget='shared' is 'goodput' here: %s.", reason)
-
-
-def _put_before(thing: Any, mixin: type[Any]) -> None:
-    base = type(thing)
-    thing.__class__ = type(f"{mixin.__name__}{base.__name__}", (mixin, base), {})

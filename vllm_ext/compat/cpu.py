@@ -7,7 +7,7 @@ import platform
 
 EMULATED = (
     "this CPU has no AVX-512: bfloat16 products are emulated, and rows of drafts cost nearly what plain steps do "
-    "(docs/usage.md has the figures)"
+    "(docs/tuning.md has the figures)"
 )
 WAY_OUT = "--dtype float32 decodes faster here, and prompts are read several times as fast"
 

@@ -111,7 +111,7 @@ class SpeculativeRunner(RuledRunner):
         """
         runner: Any = self
         if cpu_linear.wanted(runner.vllm_config):
-            logger.info("vllm-ext: linear layers multiply by kernels.linear (docs/usage.md, CPUs)")
+            logger.info("vllm-ext: linear layers multiply by kernels.linear (docs/tuning.md, CPUs)")
         elif self.device.type == "cpu" and runner.dtype == torch.bfloat16 and cpu.emulates_bfloat16():
             logger.warning("vllm-ext: %s; %s.", cpu.EMULATED, cpu.WAY_OUT)
 

@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the docs promise: links that lead somewhere, options as the registries have them, metrics that exist."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from vllm_ext.engine import counter_file
+
+ROOT = Path(__file__).parents[1]
+PAGES = sorted(
+    page
+    for page in [
+        *ROOT.glob("*.md"),
+        *ROOT.glob("docs/**/*.md"),
+        *ROOT.glob("scripts/**/*.md"),
+        *ROOT.glob("*/README.md"),
+    ]
+    if ".venv" not in page.parts
+)
+LINK = re.compile(r"(?<!\!)\[[^\]]*\]\(([^)\s]+)\)|!\[[^\]]*\]\(([^)\s]+)\)")
+
+
+def anchors(page: Path) -> set[str]:
+    """Of a page's headings, as GitHub makes them."""
+    text = re.sub(r"(?ms)^```.*?^```", "", page.read_text())
+    found = set()
+    for heading in re.findall(r"(?m)^#+ +(.*)$", text):
+        plain = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).replace("`", "")
+        found.add(re.sub(r"[^\w\- ]", "", plain.lower()).strip().replace(" ", "-"))
+    return found
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page: Path) -> None:
+    text = re.sub(r"(?ms)^```.*?^```", "", page.read_text())
+    for match in LINK.finditer(text):
+        target = match.group(1) or match.group(2)
+        if re.match(r"[a-z]+:", target):
+            continue
+        name, _, anchor = target.partition("#")
+        file = (page.parent / name).resolve() if name else page
+        assert file.exists(), f"{page.name}: {target}"
+        if anchor and file.suffix == ".md":
+            assert anchor in anchors(file), f"{page.name}: {target}"
+
+
+def test_every_page_is_in_the_index() -> None:
+    index = (ROOT / "docs" / "usage.md").read_text()
+    for page in (ROOT / "docs").glob("*.md"):
+        assert page.name == "usage.md" or f"({page.name})" in index, page.name
+
+
+def test_options_are_the_registries() -> None:
+    script = ROOT / "scripts" / "options_page.py"
+    made = subprocess.run(
+        [sys.executable, script], check=True, capture_output=True, text=True, cwd=ROOT
+    ).stdout
+    assert made == (ROOT / "docs" / "options.md").read_text(), (
+        f"python {script.relative_to(ROOT)} > docs/options.md"
+    )
+
+
+def test_the_first_screen() -> None:
+    lines = (ROOT / "README.md").read_text().splitlines()
+    assert len(lines) <= 120
+    assert any("pip install" in line for line in lines[:12])
+    assert any("vllm-ext doctor" in line for line in lines[:12])
+
+
+def test_the_dashboard_shows_metrics_that_exist() -> None:
+    dashboard = (ROOT / "docs" / "grafana.json").read_text()
+    json.loads(dashboard)
+    named = set(re.findall(r"vllm_ext:(\w+)", dashboard))
+    known = {
+        re.sub(r":.*", "", name) + "_total" if ":" in name or name not in counter_file.GAUGES else name
+        for name in (*counter_file.COUNTERS, *counter_file.GAUGES)
+    }
+    assert named <= known, named - known
+    assert named <= set(re.findall(r"vllm_ext:(\w+)", (ROOT / "docs" / "metrics.md").read_text()))

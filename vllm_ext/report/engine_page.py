@@ -2,7 +2,7 @@
 """The bench's figures as one page of HTML: no scripts, nothing loaded from anywhere, the same bytes for the same JSON.
 
 What every plot shows stands below it as a table too. Values are escaped by the template, whose text is in
-bench_report.html.jinja; this file decides what is shown, bench_plots.py draws.
+bench_report.html.jinja; this file decides what is shown, plots.py draws.
 """
 
 from __future__ import annotations

@@ -31,8 +31,6 @@ MILLION = 1_000_000
 
 
 class ActQKVOptions(CodecOptions):
-    """Of a server."""
-
     budget: int = Field(
         default=1024,
         ge=1,
@@ -55,7 +53,6 @@ class Retrieving(Choice):
     """Rows behind the prompt read what their queries choose."""
 
     def read_at(self, position: int) -> Sequence[int] | int:
-        """See the base class."""
         return ALL if position < self.prompt_len else RETRIEVED
 
 
@@ -82,12 +79,10 @@ class ActQKV(HalvesCodec):
 
     @property
     def bytes_per_token(self) -> int:
-        """See the base class."""
         return super().bytes_per_token - (-2 * self.head_size // self.block_size)
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        """See the base class."""
         return (
             *(self.options.probe, self.budget_blocks, self.recent_blocks),
             round(self.options.coverage * MILLION),
@@ -95,15 +90,12 @@ class ActQKV(HalvesCodec):
 
     @property
     def window_blocks(self) -> int | None:
-        """See the base class."""
         return None
 
     def choice(self, prompt_len: int) -> Retrieving:
-        """See the base class."""
         return Retrieving(prompt_len)
 
     def encode(self, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-        """See the base class."""
         mean = keys.mean(-2).clamp(-65504.0, 65504.0).half().view(torch.uint8)
         block = super().encode(keys, values)
         room = self.block_size * self.bytes_per_token - block.shape[-1] - mean.shape[-1]
@@ -130,7 +122,6 @@ class ActQKV(HalvesCodec):
         return weights @ queries
 
     def retrieve(self, queries: torch.Tensor, blocks: torch.Tensor, scale: float) -> list[int]:
-        """See the base class."""
         means, block = self.mean_keys(blocks), len(blocks)
         recent = max(block - self.recent_blocks, min(self.sink_blocks, block))
         sinks = min(self.sink_blocks, recent)

@@ -27,8 +27,6 @@ MILLION = 1_000_000
 
 
 class ChelseaOptions(CodecOptions):
-    """Of a server."""
-
     window: int = Field(
         default=1024,
         ge=1,
@@ -62,30 +60,24 @@ class Chelsea(HalvesCodec):
 
     @property
     def bytes_per_token(self) -> int:
-        """See the base class."""
         return super().bytes_per_token + 4
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        """See the base class."""
         return (self.options.rounds, round(self.options.spread * MILLION))
 
     @property
     def span_blocks(self) -> int:
-        """See the base class."""
         return int(self.options.ratio)
 
     def encode(self, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-        """See the base class."""
         logs = torch.zeros((*keys.shape[:-1], 4), dtype=torch.uint8)  # of one
         return torch.cat([super().encode(keys, values), logs.flatten(-2)], -1)
 
     def log_counts(self, blocks: torch.Tensor) -> torch.Tensor:
-        """See the base class."""
         return blocks[..., super().bytes_per_token * self.block_size :].contiguous().view(torch.float32)
 
     def merge(self, spans: torch.Tensor) -> torch.Tensor:
-        """See the base class."""
         keys, values = (side.flatten(-3, -2) for side in self.decode(spans))
         squares = keys.square().sum(-1, keepdim=True)
         sums = torch.cat([keys, values, torch.ones_like(squares), squares], -1)

@@ -19,8 +19,6 @@ LANES = 16  # bytes of codes that kernels take at once
 
 
 class CodesOptions(CodecOptions):
-    """Of a server."""
-
     bits: Literal[2, 4] = Field(default=4, description="of a code")
     group_size: int = Field(
         default=64,

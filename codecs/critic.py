@@ -23,8 +23,6 @@ from vllm_ext.codecs.selection import Float32, SelectingCodec, SelectionOptions
 
 
 class CriticOptions(SelectionOptions):
-    """Of a server."""
-
     decay: float = Field(
         default=0.8, ge=0.0, lt=1.0, description="of a block's score, the part that a new one leaves of it"
     )
@@ -39,7 +37,6 @@ class Critic(SelectingCodec):
     Options = CriticOptions
 
     def next_moment(self, after: int, prompt_len: int) -> int | None:
-        """See the base class."""
         if after < prompt_len:
             return prompt_len
         return (after // self.block_size + 1) * self.block_size

@@ -25,8 +25,6 @@ TINY = 1e-12  # squares of columns below are taken for 0
 
 
 class GearOptions(CodesOptions):
-    """Of a server."""
-
     group_size: int = Field(
         default=64,
         ge=32,
@@ -68,16 +66,13 @@ class Gear(CodesCodec):
 
     @property
     def bytes_per_token(self) -> int:
-        """See the base class."""
         return -(-sum(self._parts) // self.block_size)
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        """See the base class."""
         return self.options.bits, self.options.group_size, self.options.rank, self.options.outliers
 
     def encode(self, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-        """See the base class."""
         codes, affine, factors, kept, places = [], [], [], [], []
         for x in (keys.mT, values):
             place = self._outliers(x)
@@ -96,7 +91,6 @@ class Gear(CodesCodec):
         return torch.cat([*parts, parts[0].new_zeros(*parts[0].shape[:-1], left)], -1)
 
     def decode(self, blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """See the base class."""
         parts = [part.contiguous() for part in torch.split(blocks[..., : sum(self._parts)], self._parts, -1)]
         halves = [part.view(torch.float16) for part in parts[2:10]]
         sides = []

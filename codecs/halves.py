@@ -15,21 +15,17 @@ class HalvesCodec(KVCodec):
 
     @property
     def bytes_per_token(self) -> int:
-        """See the base class."""
         return 4 * self.head_size
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        """See the base class."""
         return ()
 
     def encode(self, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-        """See the base class."""
         both = torch.cat([keys.mT.flatten(-2), values.flatten(-2)], -1)
         return both.clamp(-LARGEST, LARGEST).half().view(torch.uint8)
 
     def decode(self, blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """See the base class."""
         used = blocks[..., : 4 * self.head_size * self.block_size].contiguous()
         keys, values = used.view(torch.float16).float().chunk(2, -1)
         shape = *blocks.shape[:-1], self.head_size, self.block_size

@@ -33,23 +33,19 @@ class Kivi(CodesCodec):
 
     @property
     def bytes_per_token(self) -> int:
-        """See the base class."""
         return self.code_bytes_per_token
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        """See the base class."""
         return self.options.bits, self.options.group_size
 
     def encode(self, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-        """See the base class."""
         sides = [self.quantise(keys.mT), self.quantise(values)]
         codes = [self.pack(side[0]).flatten(-2) for side in sides]
         affine = [part.mT.flatten(-2).contiguous().view(torch.uint8) for side in sides for part in side[1:]]
         return torch.cat([*codes, *affine], -1)
 
     def decode(self, blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """See the base class."""
         tokens, channels, group_size = self.block_size, self.head_size, self.options.group_size
         num_codes, num_affine = (
             tokens * channels * self.options.bits // 8,

@@ -21,8 +21,6 @@ LANES = 16  # elements that kernels take at once
 
 
 class MustafarOptions(CodecOptions):
-    """Of a server."""
-
     sparsity: float = Field(
         default=0.5,
         ge=0.1,
@@ -52,16 +50,13 @@ class Mustafar(KVCodec):
 
     @property
     def bytes_per_token(self) -> int:
-        """See the base class."""
         return 2 * (self.head_size // 8 + 2 * self.kept)
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        """See the base class."""
         return (self.kept,)
 
     def encode(self, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-        """See the base class."""
         maps, kept = [], []
         for x, is_key in ((keys, True), (values, False)):
             order = x.abs().sort(dim=-1, descending=True, stable=True).indices[..., : self.kept]
@@ -74,7 +69,6 @@ class Mustafar(KVCodec):
         return torch.cat([*maps, *kept], -1)
 
     def decode(self, blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """See the base class."""
         tokens, channels = self.block_size, self.head_size
         parts = torch.split(blocks, [tokens * channels // 8] * 2 + [2 * tokens * self.kept] * 2, -1)
         sides = []

@@ -5,7 +5,7 @@ A prompt reads all of itself. When its last token is read, and maybe later too, 
 last tokens have attended to them, in all layers and heads together, as a block is the same one in all of them; the
 others are read no more, and freed. The moment and the tokens asked depend on the request's own text alone: not on how
 the prompt came in parts, on drafts, or on who else was there. What was chosen stands: a request that is preempted and
-read anew finds it.
+read again finds it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Float32 = npt.NDArray[np.float32]
 ALL, RETRIEVED = (
     -1,
     -2,
-)  # in the place of a list of blocks: those before a row's own; what the row's queries choose
+)  # instead of a list of blocks: those before a row's own; what the row's queries choose
 
 
 class Choice(ABC):
@@ -59,8 +59,6 @@ class Choice(ABC):
 
 
 class SelectionOptions(CodecOptions):
-    """Of a server."""
-
     budget: int = Field(
         default=1024,
         ge=1,
@@ -100,11 +98,9 @@ class SelectingCodec(HalvesCodec):
 
     @property
     def watched_tokens(self) -> int:
-        """See the base class."""
         return int(self.options.watched)
 
     def choice(self, prompt_len: int) -> ScoredChoice:
-        """See the base class."""
         return ScoredChoice(self, prompt_len)
 
     def next_moment(self, after: int, prompt_len: int) -> int | None:
@@ -139,7 +135,6 @@ class ScoredChoice(Choice):
         self._lists: dict[int, list[int]] = {}  # by block of a row behind the prompt
 
     def read_at(self, position: int) -> Sequence[int] | int:
-        """See the base class."""
         if position < self.prompt_len:
             return ALL
         block = position // self._codec.block_size
@@ -149,18 +144,15 @@ class ScoredChoice(Choice):
         return self._lists[block]
 
     def watched(self, begin: int, end: int) -> range:
-        """See the base class."""
         moment = self._codec.next_moment(self._chosen, self.prompt_len)
         if moment is None:
             return range(0)
         return range(max(begin, self._first_watched(moment)), min(end, moment))
 
     def take(self, position: int, mass: Float32) -> None:
-        """See the base class."""
         self._masses[position] = mass
 
     def settle(self, end: int) -> list[tuple[int, list[int]]]:
-        """See the base class."""
         found = []
         while (
             moment := self._codec.next_moment(self._chosen, self.prompt_len)

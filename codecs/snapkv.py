@@ -5,7 +5,7 @@ What a prompt's end looks at is what the answer will look at: of each block the 
 is summed, and the blocks of the largest sums, the first and the last ones remain, ``budget`` tokens in all.
 
 Source: "SnapKV: LLM Knows What You are Looking for Before Generation", arXiv 2404.14469, section 4 and listing 1.
-Deviations: whole blocks in the place of tokens, which makes the pooling over neighbours superfluous; one choice for all
+Deviations: whole blocks instead of tokens, which makes the pooling over neighbours superfluous; one choice for all
 layers and heads, whose attention is added up, as a block has its part in each; the first tokens are always kept.
 """
 

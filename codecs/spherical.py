@@ -28,8 +28,6 @@ HIGH, LOW = (8, 8), (5, 3)  # bits of a first angle and of another one
 
 
 class SphericalOptions(CodecOptions):
-    """Of a server."""
-
     bits: int = Field(
         default=4,
         ge=2,
@@ -70,16 +68,13 @@ class Spherical(KVCodec):
 
     @property
     def bytes_per_token(self) -> int:
-        """See the base class."""
         return -(-sum(self._parts) // self.block_size)
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        """See the base class."""
         return (self.units,)
 
     def encode(self, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-        """See the base class."""
         shape = keys.shape[:-2]
         flat = [
             self._encode(*each)

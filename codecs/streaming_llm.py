@@ -15,8 +15,6 @@ from vllm_ext.codecs.halves import HalvesCodec
 
 
 class StreamingLLMOptions(CodecOptions):
-    """Of a server."""
-
     window: int = Field(
         default=2048, ge=1, description="how many tokens before its own block a token reads, in whole blocks"
     )

@@ -171,7 +171,7 @@ def learn(
     marks: Marks,
     backend: Backend = "auto",
 ) -> None:
-    """Write what `mark` has allowed, and the estimates anew.
+    """Write what `mark` has allowed, and the estimates again.
 
     An entry's class is 1 + the number of ``shares`` below its part of the softmax over the row's ``width`` largest
     logits; in a pair's row ``len(shares) + 1`` more.

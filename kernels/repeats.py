@@ -15,7 +15,7 @@ from vllm_ext.kernels.sparse import Int32
 
 Symbols = npt.NDArray[np.uint16]
 
-NO_LINE = -1  # in the place of an indentation, where no line starts
+NO_LINE = -1  # instead of an indentation, where no line starts
 
 
 class Repeat(NamedTuple):

@@ -53,7 +53,7 @@ class Calibration:
         return self.hits.nbytes + self.trials.nbytes
 
     def drafted(self, request_id: str, tree: GrownTree) -> None:
-        """What was proposed for a request, in the place of what was before."""
+        """What was proposed for a request, instead of what was before."""
         self._drafted[request_id] = tree
 
     def judge(self, request_ids: Sequence[str], emitted: Sequence[Sequence[int]]) -> None:

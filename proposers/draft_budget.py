@@ -15,7 +15,7 @@ A draft with caches of its own must also read what it has not read of a request,
 before it drafts, so that who never drafts never pays; then that is spread over the tokens which a request still puts
 out, as far as one knows. The requests that have least to be read come first, and perhaps only they are drafted for.
 
-Source: SmartSpec, arXiv 2406.14066 (goodput). Deviations: ranks of a tree's nodes in the place of positions of a
+Source: SmartSpec, arXiv 2406.14066 (goodput). Deviations: ranks of a tree's nodes instead of positions of a
 chain, the draft's time by pass, passes that are not worth it, what is unread, probes.
 """
 

@@ -56,7 +56,7 @@ class PassOptions(MethodOptions):
     """Options of all methods that draft with passes of a model."""
 
     max_depth: int = Field(
-        default=8, ge=1, le=32, description="deepest node: each depth is a forward pass of what drafts"
+        default=8, ge=1, le=32, description="deepest node: each depth is a forward pass of the draft model"
     )
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DEL: early exit whose exit and length are chosen anew each step (`exit_choice`), and that stops where it is unsure.
+"""DEL: early exit whose exit and length are chosen again each step (`exit_choice`), and that stops where it is unsure.
 
 Source: "DEL: Context-Aware Dynamic Exit Layer for Efficient Self-Speculative Decoding", arXiv 2504.05598. The paper's
 rule for stopping was not found in full; ours (as SpecDec++, arXiv 2405.19715, which trains a head to tell): one more

@@ -8,7 +8,7 @@ there is accepted; for the exit that drafts, what becomes of its drafts tells it
 for their cost are taken.
 
 Source: "DEL: Context-Aware Dynamic Exit Layer for Efficient Self-Speculative Decoding", arXiv 2504.05598: shadow
-tokens, decayed acceptance, tokens per layer. Deviations, ours: measured seconds in the place of loaded layers where
+tokens, decayed acceptance, tokens per layer. Deviations, ours: measured seconds instead of loaded layers where
 there is a budget; a request starts from what others have shown; requests of a step share exit and length, the sum of
 their tokens counts; shadows of some steps only, and of the others what became of the drafts.
 """

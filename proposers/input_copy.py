@@ -2,7 +2,7 @@
 """Aggressive Decoding: draft the rest of the prompt from where the output has come to in copying it.
 
 A pointer into the prompt moves on while the output agrees with it, and what stands there is drafted. Where the output
-goes another way the longest end of the text that occurs in the prompt sets it anew. For answers that rewrite
+goes another way the longest end of the text that occurs in the prompt sets it again. For answers that rewrite
 their input: corrections, edits of code, quotations. No weights.
 
 Source: "Lossless Acceleration for Seq2seq Generation with Aggressive Decoding", arXiv 2205.10350, section 3; for
@@ -165,7 +165,7 @@ class InputCopy(Proposer):
         return trees
 
     def _move(self, state: _Request, request: Request) -> None:
-        """Follow the new tokens, or set the pointers anew."""
+        """Follow the new tokens, or set the pointers again."""
         prompt = request.tokens[: request.num_prompt_tokens]
         new = request.tokens[state.num_tokens :]
         if not len(new):

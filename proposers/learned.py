@@ -21,7 +21,7 @@ def check_distinct(name: str, rows: Learned, absent: int) -> None:
 def restore_table(
     arrays: Mapping[str, Learned], table: NgramTable, vocab_size: int, most_weight: float
 ) -> None:
-    """Put the `Entries` in ``arrays``, by their names, in a table. The slots and the clock are made anew.
+    """Put the `Entries` in ``arrays``, by their names, in a table. The slots and the clock are made again.
 
     Args:
         arrays: what was saved.

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rule adadec: greedy decoding of code that looks ahead where it is not sure.
 
-Where the entropy of ``p`` is above a threshold, each of the likeliest tokens is gone on with greedily for some tokens,
+Where the entropy of ``p`` is above a threshold, each of the likeliest tokens is continued greedily for some tokens,
 up to the end of the line, and the one is taken whose token and continuation have the highest mean log-probability.
 What was looked at ahead is thrown away.
 
@@ -30,13 +30,11 @@ def entropy_of(log_p: torch.Tensor) -> torch.Tensor:
 
 
 class AdadecOptions(SteeringOptions):
-    """Of the server."""
-
     threshold: float = Field(
         default=1.0, ge=0.0, description="entropy, in nats, above which a token is chosen so"
     )
     candidates: int = Field(default=3, ge=1, le=16, description="how many of the likeliest tokens are tried")
-    lookahead: int = Field(default=5, ge=0, le=64, description="how many tokens each is gone on with")
+    lookahead: int = Field(default=5, ge=0, le=64, description="most tokens that each is continued by")
     line: bool = Field(default=True, description="whether going on ends with the line")
 
 
@@ -61,7 +59,6 @@ class AdadecRule(PausingRule):
 
     @classmethod
     def from_options(cls, options: AdadecOptions, vocabulary: Vocabulary) -> AdadecRule:
-        """See the base class."""
         rule = cls(options)
         if options.line:
             rule.stops = [number for number, piece in enumerate(vocabulary.pieces) if b"\n" in piece]
@@ -84,7 +81,6 @@ class AdadecRule(PausingRule):
         return None
 
     def apply(self, logits: torch.Tensor, rows: Sequence[Row]) -> None:
-        """See the base class."""
         self.paused = {}
         log_p = logits.log_softmax(1)
         unsure = (entropy_of(log_p)[:, None] > self.values(rows, "threshold", logits))[:, 0].tolist()

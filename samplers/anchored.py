@@ -29,8 +29,6 @@ STEPS = 60  # of a Newton iteration that bisects where it would leave its bracke
 
 
 class AnchoredOptions(CompanionOptions):
-    """Of the server."""
-
     k: float = Field(default=0.15, ge=0.0, le=1000.0, description="nats of divergence that each token earns")
     debt: float = Field(
         default=0.0, ge=0.0, le=1e6, description="nats that an answer owes before its first token"

@@ -37,8 +37,6 @@ KEY_BYTES = len(digest())
 
 
 class AsapOptions(RuleOptions):
-    """Of the server."""
-
     compile_seconds: float = grammar.COMPILE_SECONDS
     memory_mb: int = Field(
         default=256,
@@ -94,23 +92,19 @@ class AsapRule(LearningRule):
 
     @classmethod
     def from_options(cls, options: AsapOptions, vocabulary: Vocabulary) -> AsapRule:
-        """See the base class."""
         return cls(options, vocabulary)
 
     def warm_up(self) -> None:
-        """See the base class."""
         self._grammars.warm_up()
 
     @classmethod
     def problem(cls, options: AsapOptions, params: AsapParams, asked: Asked) -> str | None:
-        """See the base class."""
         if asked.temperature == 0.0:
             return "temperature=0 does not go with asap, which says how answers are sampled; give one above 0"
         return grammar.problem(asked, "asap")
 
     @classmethod
     def grammar(cls, params: AsapParams) -> tuple[Kind, str] | None:
-        """See the base class."""
         return grammar.grammar_of(params, "asap")
 
     def apply(self, logits: torch.Tensor, rows: Sequence[Row]) -> None:
@@ -170,11 +164,9 @@ class AsapRule(LearningRule):
         return self._num_bytes + self._grammars.num_bytes
 
     def constraint(self, row: Row) -> Constraint | None:
-        """See the base class."""
         return self._grammars.constraint(row, "asap", self.patience)
 
     def learned(self) -> dict[str, Learned]:
-        """See the base class."""
         keys = np.frombuffer(b"".join(self._futures), dtype=np.uint8).reshape(-1, KEY_BYTES).copy()
         arrays = {"keys": keys}
         for number, future in enumerate(self._futures.values()):
@@ -182,7 +174,6 @@ class AsapRule(LearningRule):
         return arrays
 
     def restore(self, arrays: Mapping[str, Learned]) -> None:
-        """See the base class."""
         if "keys" not in arrays:
             raise ValueError("keys is missing")
         check_array("keys", arrays["keys"], (None, KEY_BYTES), np.uint8, 0, 255)

@@ -41,8 +41,6 @@ Check = Callable[[str, bool], bool]
 
 
 class AwrsOptions(RuleOptions):
-    """Of the server."""
-
     compile_seconds: float = grammar.COMPILE_SECONDS
     memory_mb: int = Field(default=64, ge=1, le=1 << 20, description="most memory for compiled grammars")
     checks: dict[str, str] = Field(
@@ -98,12 +96,10 @@ class AwrsRule(Rule):
             load_function(f"checks.{name}", where)
 
     def warm_up(self) -> None:
-        """See the base class."""
         self._grammars.warm_up()
 
     @classmethod
     def problem(cls, options: AwrsOptions, params: AwrsParams, asked: Asked) -> str | None:
-        """See the base class."""
         if params.awrs_check is not None and params.awrs_check not in options.checks:
             known = (
                 ", ".join(map(repr, options.checks))
@@ -116,7 +112,6 @@ class AwrsRule(Rule):
 
     @classmethod
     def grammar(cls, params: AwrsParams) -> tuple[Kind, str] | None:
-        """See the base class."""
         return grammar.grammar_of(params, "awrs")
 
     def apply(self, logits: torch.Tensor, rows: Sequence[Row]) -> None:
@@ -164,7 +159,6 @@ class AwrsRule(Rule):
         return Checked(self._checks[row.params.awrs_check], row, self._vocabulary)
 
     def constraint(self, row: Row) -> Constraint | None:
-        """See the base class."""
         if row.params.awrs_check is not None:
             return self._checked(row)
         return self._grammars.constraint(row, "awrs", self.patience)

@@ -79,7 +79,7 @@ class Process:
 
         Raises:
             TimeoutError: it took longer.
-            RuntimeError: it raised; or the process ended, of its own or for want of memory.
+            RuntimeError: it raised; or the process ended, by itself or out of memory.
         """
         with self._lock:
             child = self._child

@@ -25,8 +25,6 @@ from vllm_ext.samplers.steering import SteeringOptions, SteeringRule
 
 
 class CaadOptions(SteeringOptions):
-    """Of the server."""
-
     file: UserPath = Field(min_length=1, description="the store, as `vllm-ext caad build` makes it")
     strength: float = Field(default=0.5, ge=0.0, le=100.0, description="of what is found")
     neighbours: int = Field(default=8, ge=1, le=1024, description="how many of the nearest contexts count")
@@ -61,7 +59,6 @@ class CaadRule(SteeringRule):
         guide_file.read("file", options.file, cls.name)
 
     def apply(self, logits: torch.Tensor, rows: Sequence[Row]) -> None:
-        """See the base class."""
         if self._store["contexts"].device != logits.device:
             self._store = {name: array.to(logits.device) for name, array in self._store.items()}
         contexts, ids, gains = (self._store[name] for name in ("contexts", "ids", "gains"))

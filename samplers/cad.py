@@ -71,7 +71,6 @@ class CadRule(SteeringRule):
 
     @classmethod
     def problem(cls, options: Any, params: Any, asked: Asked) -> str | None:
-        """See the base class."""
         context = params.cad_context
         if context is None and params.cad_negative is None:
             return (
@@ -87,13 +86,11 @@ class CadRule(SteeringRule):
 
     @classmethod
     def twin_prompt(cls, params: Any, prompt: Prompt) -> TwinPrompt:
-        """See the base class."""
         if params.cad_context is None:
             return another(prompt, params.cad_negative, "cad_negative")
         return without(prompt, params.cad_context, "cad_context", params.cad_negative or "", "cad_negative")
 
     def apply(self, logits: torch.Tensor, rows: Sequence[Row]) -> None:
-        """See the base class."""
         alpha, least = self.values(rows, "alpha", logits), self.values(rows, "plausible", logits)
         # A mask of 0 leaves all: its logarithm is minus infinity.
         kept = plausible_mask(logits, least)

@@ -26,8 +26,6 @@ Form = Literal["scaled", "ratio"]
 
 
 class ContrastiveOptions(CompanionOptions):
-    """Of the server."""
-
     beta: float = Field(
         default=0.5, ge=0.0, le=10.0, description="strength of the contrast, of the scaled form"
     )
@@ -65,7 +63,6 @@ class ContrastiveRule(SteeringRule):
     Params = ContrastiveParams
 
     def apply(self, logits: torch.Tensor, rows: Sequence[Row]) -> None:
-        """See the base class."""
         of = plausible(logits, self.values(rows, "alpha", logits))
         amateur = self.beside.companion(of.ids)
         beta = self.values(rows, "beta", logits)

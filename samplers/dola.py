@@ -29,8 +29,6 @@ LARGE = 8192  # tokens of a row whose temporaries had better stay in a CPU's cac
 
 
 class DolaOptions(SteeringOptions):
-    """Of the server."""
-
     candidates: Literal["low", "high"] | list[int] = Field(
         default="low",
         description="early layers to contrast with: every second one of the lower or the higher half, or a list of "
@@ -85,7 +83,6 @@ class DolaRule(SteeringRule):
         return options.candidates
 
     def apply(self, logits: torch.Tensor, rows: Sequence[Row]) -> None:
-        """See the base class."""
         options, numbers = self.options, self.layer_numbers
         among = options.among if len(numbers) > 1 else None
         of = plausible(logits, self.values(rows, "alpha", logits), among or 1)

@@ -22,8 +22,6 @@ from vllm_ext.samplers.steering import CompanionOptions, SteeringRule
 
 
 class EntropyAdaptiveOptions(CompanionOptions):
-    """Of the server."""
-
     threshold: float = Field(
         default=1.0, ge=0.0, le=100.0, description="mean entropy, in nats, above which the target goes on"
     )

@@ -27,21 +27,16 @@ KEPT = 32  # places behind outputs that are kept of a request, the longest ones:
 
 
 class ExtractOptions(RuleOptions):
-    """Of the server."""
-
     max_passage: int = Field(
         default=100_000, ge=1, le=10_000_000, description="longest passage, in characters"
     )
 
     @property
     def text_limit(self) -> tuple[str, int]:
-        """See the base class."""
         return "max_passage", self.max_passage
 
 
 class ExtractParams(RuleParams):
-    """Of a request."""
-
     extract: str = Field(
         min_length=1, description="the passage that the answer is to be a span of, as it stands"
     )
@@ -62,12 +57,10 @@ class ExtractRule(Rule):
 
     @classmethod
     def from_options(cls, options: ExtractOptions, vocabulary: Vocabulary) -> ExtractRule:
-        """See the base class."""
         return cls(vocabulary)
 
     @classmethod
     def problem(cls, options: ExtractOptions, params: ExtractParams, asked: Asked) -> str | None:
-        """See the base class."""
         if (given := len(params.extract)) > options.max_passage:
             return (
                 f"extract has {given} characters; allowed: {options.max_passage}, which is this server's max_passage. "
@@ -76,11 +69,9 @@ class ExtractRule(Rule):
         return contradiction("extract", "the passage", asked)
 
     def warm_up(self) -> None:
-        """See the base class."""
         self._passages.warm_up()
 
     def apply(self, logits: torch.Tensor, rows: Sequence[Row]) -> None:
-        """See the base class."""
         places = [place for place, row in enumerate(rows) if row.end not in row.output]
         keep_tokens(logits, places, [self._allowed(rows[place]) for place in places])
 
@@ -91,7 +82,6 @@ class ExtractRule(Rule):
         return allowed if len(allowed) else np.array([row.end], dtype=np.int32)
 
     def constraint(self, row: Row) -> SpanConstraint:
-        """See the base class."""
         if PASSAGE not in row.kept:
             row.kept[PASSAGE] = self._passages.of(row.params.extract, row.end)
         return SpanConstraint(row.kept[PASSAGE], row.params.extract_max_tokens, row.output, row.end, row.kept)

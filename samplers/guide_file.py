@@ -51,7 +51,7 @@ def read(field: str, file: str, rule: str) -> tuple[dict[str, torch.Tensor], Hea
     """
     from safetensors import SafetensorError, safe_open
 
-    way_out = f"make it anew with `vllm-ext {rule} build`"
+    way_out = f"make it again with `vllm-ext {rule} build`"
     if Path(file).exists() and not Path(file).is_file():  # a pipe would be waited for
         raise ValueError(f"{field}={file!r} is no file; {way_out}")
     try:

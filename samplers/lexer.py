@@ -6,7 +6,7 @@ ends; comments, spaces and empty lines have none. It is one lexer for all langua
 each: a ``//`` of Python counts as a comment, as does ``#include``. It never fails, also on text that stops anywhere.
 
 A line's classes depend on it alone and on what is open before it, and are kept: of a text that grows only the last line
-is read anew.
+is read again.
 """
 
 from __future__ import annotations

@@ -27,8 +27,6 @@ from vllm_ext.samplers.steering import CompanionOptions, SteeringRule
 
 
 class LolOptions(CompanionOptions):
-    """Of the server."""
-
     beta: float = Field(default=1.0, ge=0.0, le=10.0, description="strength of the last layers' contrast")
     low_beta: float = Field(
         default=1.0, ge=0.0, le=10.0, description="strength of the lower layers' contrast"
@@ -82,23 +80,19 @@ class LolRule(SteeringRule):
 
     @classmethod
     def layers(cls, options: LolOptions, num_layers: int) -> Sequence[int]:
-        """See the base class."""
         return _lower("layer", options.layer, num_layers)
 
     @classmethod
     def companion_layers(cls, options: LolOptions, num_layers: int) -> Sequence[int]:
-        """See the base class."""
         return _lower("amateur_layer", options.amateur_layer, num_layers)
 
     @classmethod
     def twin_prompt(cls, params: LolParams, prompt: Prompt) -> TwinPrompt | None:
-        """See the base class."""
         if params.lol_instruction is None:
             return None
         return without(prompt, params.lol_instruction, "lol_instruction")
 
     def apply(self, logits: torch.Tensor, rows: Sequence[Row]) -> None:
-        """See the base class."""
         beside, expert = self.beside, logits
         instructed = [row.params.lol_instruction is not None for row in rows]
         if any(instructed):

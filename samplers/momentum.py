@@ -25,8 +25,6 @@ from vllm_ext.samplers.steering import SteeringOptions, SteeringRule
 
 
 class MomentumOptions(SteeringOptions):
-    """Of the server."""
-
     k: int = Field(default=5, ge=1, le=1024, description="how many of the likeliest tokens are looked at")
     alpha: float = Field(default=0.2, ge=0.0, le=10.0, description="strength of the resistance")
     resistance: list[Annotated[float, Field(ge=0.0, le=1000.0)]] = Field(

@@ -50,8 +50,6 @@ HEAD = re.compile(r"\w*")
 
 
 class MonitorOptions(RuleOptions):
-    """Of the server."""
-
     analysis_seconds: float = Field(
         default=10.0,
         gt=0.0,
@@ -73,8 +71,6 @@ class MonitorOptions(RuleOptions):
 
 
 class MonitorParams(RuleParams):
-    """Of a request."""
-
     monitor: str = Field(description="name of the monitor; 'python' completes attributes, by jedi")
     monitor_context: str | None = Field(
         default=None, description="code that stands before the output; none: what the prompt has"
@@ -164,7 +160,6 @@ class MonitorRule(Rule):
 
     @classmethod
     def problem(cls, options: MonitorOptions, params: MonitorParams, asked: Asked) -> str | None:
-        """See the base class."""
         if params.monitor not in _all(options):
             known = ", ".join(map(repr, _all(options)))
             return f"monitor={quoted(params.monitor)} is not allowed; allowed: {known}"
@@ -184,13 +179,11 @@ class MonitorRule(Rule):
         return None
 
     def warm_up(self) -> None:
-        """See the base class."""
         _ = self._by_text
         if self._apart is not None:  # it starts, and imports what most code needs
             self._names.get(digest("warm up"), lambda: self._ask("python", "import os\nos.", None), 0.0)
 
     def apply(self, logits: torch.Tensor, rows: Sequence[Row]) -> None:
-        """See the base class."""
         self.waiting = waiting = []
         patience = self.patience
         for place, row in enumerate(rows):
@@ -238,7 +231,7 @@ class MonitorRule(Rule):
         return np.append(ids, np.int32(row.end)) if typed in names else ids
 
     def _code(self, row: Row) -> str | None:
-        """The code that a row stands behind; None in prose. A fence in the output begins anew, behind the context."""
+        """The code that a row stands behind; None in prose. A fence in the output begins again, behind the context."""
         output, before = self._text(row.output), row.params.monitor_context
         code = open_code(output, row.params.monitor)
         if code is None:

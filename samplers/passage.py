@@ -18,14 +18,14 @@ from vllm_ext.kernels.trie import Int32
 from vllm_ext.samplers.base import Vocabulary, text_of
 from vllm_ext.samplers.kept import Kept, digest
 
-NOTHING = -1  # in the place of a token through which no span goes
+NOTHING = -1  # instead of a token through which no span goes
 KEPT_BYTES = 64 << 20  # of passages, of some ten to thirty bytes a token
 
 
 class Passage:
     """One text. Places are int32 indices of tokens: where an output may go on; None stands for the empty output.
 
-    Behind the text's tokens, and one that is `NOTHING`, stand those that spans may begin with in the place of another.
+    Behind the text's tokens, and one that is `NOTHING`, stand those that spans may begin with instead of another.
     """
 
     def __init__(self, tokens: Int32, openings: Mapping[int, Sequence[int]]) -> None:

@@ -36,8 +36,6 @@ CLOSING = b"\n)]};,"
 
 
 class RpgOptions(RuleOptions):
-    """Of the server."""
-
     window: int = Field(
         default=1024, ge=16, le=65_536, description="how many of the last tokens are looked at"
     )
@@ -49,8 +47,6 @@ class RpgOptions(RuleOptions):
 
 
 class RpgParams(RuleParams):
-    """Of a request."""
-
     rpg: float = Field(gt=0.0, le=100.0, description="gamma, above 0 and up to 100")
     rpg_count: int = Field(
         default=2, ge=2, le=1000, description="copies of a block after which another one costs"
@@ -78,7 +74,6 @@ class RpgRule(Rule):
 
     @classmethod
     def from_options(cls, options: RpgOptions, vocabulary: Vocabulary) -> RpgRule:
-        """See the base class."""
         if options.parser is False:
             return cls(vocabulary, options.window)
         try:
@@ -89,7 +84,6 @@ class RpgRule(Rule):
 
     @classmethod
     def check(cls, options: RpgOptions, vocab_size: int, tokenizer_hash: Callable[[], str]) -> None:
-        """See the base class."""
         if options.parser:
             try:
                 PythonRules()
@@ -105,12 +99,10 @@ class RpgRule(Rule):
         return None
 
     def warm_up(self) -> None:
-        """See the base class."""
         _ = self._openers
         repeat_of(self._read(b"a"), 2)
 
     def apply(self, logits: torch.Tensor, rows: Sequence[Row]) -> None:
-        """See the base class."""
         for place, row in enumerate(rows):
             if row.end in row.output:
                 continue

@@ -93,7 +93,6 @@ class SteeringRule(Rule):
 
     @classmethod
     def from_options(cls, options: Any, vocabulary: Vocabulary) -> SteeringRule:
-        """See the base class."""
         return cls(options)
 
     @classmethod
@@ -153,7 +152,7 @@ class Pause(NamedTuple):
 
     at: int  # its place in the output
     candidates: Sequence[Candidate]  # likeliest first
-    lookahead: int  # how many tokens each is gone on with, at most
+    lookahead: int  # most tokens that each is continued by
 
 
 class PausingRule(SteeringRule):
@@ -164,7 +163,7 @@ class PausingRule(SteeringRule):
     """
 
     paused: Mapping[int, Pause] = MappingProxyType({})  # of the last call of `apply`, by row
-    stops: Sequence[int] = ()  # tokens behind which none is gone on with
+    stops: Sequence[int] = ()  # tokens behind which none is continued
 
     @staticmethod
     def score(candidate: Candidate, behind: Sequence[float]) -> float:

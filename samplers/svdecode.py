@@ -26,8 +26,6 @@ from vllm_ext.samplers.steering import SteeringOptions, SteeringRule
 
 
 class SvdecodeOptions(SteeringOptions):
-    """Of the server."""
-
     file: UserPath = Field(min_length=1, description="the direction, as `vllm-ext svdecode build` makes it")
     strength: float = Field(
         default=1.0,
@@ -71,7 +69,7 @@ class SvdecodeRule(SteeringRule):
         arrays, _ = guide_file.read("file", options.file, cls.name)
         if len(arrays["delta"]) > vocab_size:
             raise ValueError(
-                f"file={options.file!r} has {len(arrays['delta'])} tokens, the model {vocab_size}; make it anew with "
+                f"file={options.file!r} has {len(arrays['delta'])} tokens, the model {vocab_size}; make it again with "
                 "`vllm-ext svdecode build`"
             )
 
@@ -81,7 +79,6 @@ class SvdecodeRule(SteeringRule):
         return cls(options)
 
     def apply(self, logits: torch.Tensor, rows: Sequence[Row]) -> None:
-        """See the base class."""
         kept = plausible_mask(logits, self.values(rows, "alpha", logits))[:, : len(self._step)]
         step = self._step.to(logits.device) * self.values(rows, "strength", logits)
         logits[:, : len(self._step)] += torch.where(kept, step, 0.0)

@@ -42,8 +42,6 @@ WIDE_MASKS = 4096  # 6 kB each
 
 
 class TrieOptions(RuleOptions):
-    """Of the server."""
-
     files: dict[str, str] = Field(
         min_length=1,
         description="the sets that requests can name, and the file of each, made by `vllm-ext trie build`",
@@ -64,8 +62,6 @@ def _absolute(name: str, file: str) -> str:
 
 
 class TrieParams(RuleParams):
-    """Of a request."""
-
     trie: str = Field(description="name of the set that the answer is to be out of")
 
 
@@ -97,14 +93,12 @@ class TrieRule(Rule):
 
     @classmethod
     def problem(cls, options: TrieOptions, params: TrieParams, asked: Asked) -> str | None:
-        """See the base class."""
         if params.trie not in options.files:
             known = ", ".join(map(repr, options.files))
             return f"trie={quoted(params.trie)} is not allowed; allowed: {known}"
         return contradiction(f"trie={quoted(params.trie)}", "the set", asked)
 
     def warm_up(self) -> None:
-        """See the base class."""
         one = np.zeros(1, dtype=np.int32)
         for trie in self._tries.values():
             kernel.follow(trie, one)
@@ -112,7 +106,6 @@ class TrieRule(Rule):
             kernel.fill_masks(trie, one, 0, np.zeros((1, self._words), dtype=np.int32))
 
     def apply(self, logits: torch.Tensor, rows: Sequence[Row]) -> None:
-        """See the base class."""
         for (name, end), places in rows_by(rows, lambda row: (row.params.trie, row.end)).items():
             places = [place for place in places if end not in rows[place].output]
             states = np.array(
@@ -141,7 +134,6 @@ class TrieRule(Rule):
         return one
 
     def constraint(self, row: Row) -> TrieConstraint | None:
-        """See the base class."""
         return TrieConstraint(self._tries[row.params.trie], row.output, row.end)
 
 

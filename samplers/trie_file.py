@@ -22,7 +22,7 @@ from vllm_ext.kernels.trie import Trie
 FORMAT, OLD_FORMAT = "vllm-ext trie 2", "vllm-ext trie 1"
 DTYPES = {"I32": np.dtype("<i4"), "BOOL": np.dtype(np.bool_)}
 MAX_HEADER_BYTES = 1 << 20
-WAY_OUT = "make it anew with `vllm-ext trie build`"
+WAY_OUT = "make it again with `vllm-ext trie build`"
 
 
 class Header(BaseModel):
@@ -93,7 +93,7 @@ def _open(file: str | Path) -> _File:
         header = Header.model_validate_json(text)
         if (metadata["format"], isinstance(checksum, str)) not in ((FORMAT, True), (OLD_FORMAT, False)):
             raise ValueError("format")
-    # Whatever it holds in the place of objects and texts, however deep.
+    # Whatever it holds instead of objects and texts, however deep.
     except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError, ValidationError):
         raise ValueError(f"is no file of a trie; {WAY_OUT}") from None
     try:

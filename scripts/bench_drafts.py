@@ -73,7 +73,7 @@ def trees_of(nodes: int, temperature: float) -> Iterator[tuple[str, dict[str, An
 
 
 def use(worker: Any, method: str, options: dict[str, Any]) -> None:
-    """Another method in the place of the worker's, over the draft model that is loaded."""
+    """Another method instead of the worker's, over the draft model that is loaded."""
     from vllm_ext.proposers import registry
     from vllm_ext.proposers.draft_model import DraftModelProposer
 

@@ -44,7 +44,7 @@ ENGINE_OPTIONS: dict[str, Any] = {
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--method",
-        help="name or JSON object: what the engine tests test in the place of Token Recycling, see scripts/matrix.sh",
+        help="name or JSON object: what the engine tests test instead of Token Recycling, see scripts/matrix.sh",
     )
     parser.addoption(
         "--kv",

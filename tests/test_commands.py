@@ -185,7 +185,7 @@ CHECKS = [
 
 
 def test_the_doctor_says_the_verdict_first_and_little_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "checks", lambda: iter(CHECKS))
+    monkeypatch.setattr(environment, "checks", lambda: iter(CHECKS))
     short = invoke("doctor")
     assert short.exit_code == 0
     assert short.output.splitlines() == [
@@ -205,7 +205,7 @@ def test_the_doctor_says_the_verdict_first_and_little_more(monkeypatch: pytest.M
 
 def test_the_doctor_names_a_few_of_many_failures(monkeypatch: pytest.MonkeyPatch) -> None:
     missing = [Check("fail", "seam V1", f"symbol {number}: missing") for number in range(30)]
-    monkeypatch.setattr(doctor, "checks", lambda: iter([*CHECKS, *missing]))
+    monkeypatch.setattr(environment, "checks", lambda: iter([*CHECKS, *missing]))
     short = invoke("doctor")
     assert short.exit_code == 1
     assert short.output.startswith("methods cannot run here: 30 failed, first seam V1\n")

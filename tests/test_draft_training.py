@@ -138,7 +138,7 @@ def test_training_learns_the_targets_distribution_and_goes_on(
     assert of_both.on_greedy_answers == estimate(model, greedy, first).greedy_acceptance
     assert of_both.on_greedy_answers != of_both.greedy_acceptance
     assert found.chain_of_4 == pytest.approx(4.5, abs=0.5)
-    # Begun anew, from the checkpoint: nothing is lost, and time that is spent stays spent.
+    # Begun again, from the checkpoint: nothing is lost, and time that is spent stays spent.
     again = make_model(target, SHAPE, "cpu")
     assert train(again, learnt, first, tmp_path, nothing, nothing)[: len(curve)] == curve
     assert estimate(again, held_out, first) == found

@@ -399,7 +399,7 @@ def test_structured_output_gets_the_best_chain_of_a_tree(drafter: Drafter, recor
 
 
 class OddTokens:
-    """In the place of `Grammars`: request "a" has a grammar, which allows odd tokens; "c" has one that never comes."""
+    """Instead of `Grammars`: request "a" has a grammar, which allows odd tokens; "c" has one that never comes."""
 
     def __init__(self) -> None:
         self.outputs: list[list[int]] = []

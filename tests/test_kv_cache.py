@@ -94,7 +94,7 @@ def test_options_that_do_not_go_with_it(option: str, value: Any, says: str) -> N
     with pytest.raises(ValueError, match=f"does not work with {says}"):
         kv_cache.check_engine_args(engine_args(**{option: value}), OWN, False, None)
     own = speculative.parse({"method": "dyspec", "model": "self", "num_speculative_tokens": 4})
-    with pytest.raises(ValueError, match="what drafts with a model"):
+    with pytest.raises(ValueError, match="a method that drafts with a model"):
         kv_cache.check_engine_args(engine_args(), OWN, False, own)
     with pytest.raises(ValueError, match="a sampling rule with a second model"):
         kv_cache.check_engine_args(engine_args(), OWN, True, None)
@@ -404,7 +404,7 @@ def test_what_is_forgotten_is_freed_and_no_part_of_other_prompts(kv: dict[str, A
     assert requests.manager.get_computed_blocks(other)[1] == 10 * BLOCK
     same = Request("c", [*prompt, 1, 2], SamplingParams(max_tokens=9), None, block_hasher=requests.hasher)
     assert requests.manager.get_computed_blocks(same)[1] == 9 * BLOCK  # its last tokens are asked
-    # Read anew, the prompt's blocks are all there until it is read.
+    # Read again, the prompt's blocks are all there until it is read.
     request.num_computed_tokens = 0
     assert requests.manager.allocate_slots(request, 9 * BLOCK) is not None
     assert not any(block.is_null for block in requests._manager.req_to_blocks["a"])
@@ -420,7 +420,7 @@ def test_what_is_forgotten_is_freed_and_no_part_of_other_prompts(kv: dict[str, A
 def test_a_block_that_is_forgotten_too_early_is_noticed(
     kv: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a request that begins anew, before its prompt is read."""
+    """Of a request that begins again, before its prompt is read."""
     original = encoded_cache.EncodedManager.forget
     monkeypatch.setattr(
         encoded_cache.EncodedManager,

@@ -156,7 +156,7 @@ def test_files_belong_to_the_model_they_were_made_with(
     assert arrays["ids"].shape == arrays["gains"].shape == (header.made_of, 256)
     assert bool((arrays["gains"] >= 0).all())
     engine_config(slice_dir, {"caad": {"file": str(tmp_path / "a")}})
-    with pytest.raises(ValueError, match=r"rule 'caad': file=.* was made for .*make it anew with"):
+    with pytest.raises(ValueError, match=r"rule 'caad': file=.* was made for .*make it again with"):
         engine_config(one_layer, {"caad": {"file": str(tmp_path / "a")}})
     made = run(
         "svdecode", "build", examples, "--model", slice_dir, "--original", one_layer, "--output", tmp_path / "b",

@@ -2,7 +2,7 @@
 """All that replaces or re-classes something of vLLM's, as no option, registry or subclass does. Each has its reason.
 
 `REPLACED` and `SUBCLASSED` are the whole list; a test compares it with what it finds in a running engine. Nothing is
-replaced in a process that is asked for nothing of ours, but `EngineArgs.create_engine_config`, which then calls vLLM's.
+replaced in a process whose engines use nothing of ours, but `EngineArgs.create_engine_config`, which then calls vLLM's.
 """
 
 from __future__ import annotations
@@ -184,7 +184,7 @@ def multiply_few_rows_fast() -> Iterator[None]:
     """Let the layers of models that are loaded meanwhile multiply as in `cpu_linear`, where they can.
 
     vLLM gives each layer its product in one function and asks no registry; a quantization method of ours, the one way
-    to name another, would stand in the place of the model's own.
+    to name another, would replace the model's own.
     """
     from vllm.model_executor.layers import utils
 

@@ -144,20 +144,20 @@ def test_what_has_not_mattered_for_long_goes_first() -> None:
 @pytest.mark.parametrize("codec", [snapkv(), critic()], ids=["snapkv", "critic"])
 @pytest.mark.parametrize("prompt", [100, 112, 203])
 def test_parts_and_restarts_choose_the_same(codec: SelectingCodec, prompt: int) -> None:
-    """Prompts in parts, answers token by token or some at once, preempted anywhere and read anew from anywhere."""
+    """Prompts in parts, answers token by token or some at once, preempted anywhere and read again from anywhere."""
     end = prompt + 100
     plain = codec.choice(prompt)
     expected, then = read(plain, prompt, []), []
     for position in range(prompt, end):
         then.append(plain.read_at(position))
         expected += read(plain, position + 1, [], position)
-    # What was forgotten later a row that is read anew still sees.
+    # What was forgotten later a row that is read again still sees.
     assert [plain.read_at(position) for position in range(prompt, end)] == then
     draw = random.Random(prompt)
     for _ in range(20):
         choice, found, settled, done = codec.choice(prompt), [], 0, 0
         while done < end:
-            # Read anew to where it was, in parts, then on: the prompt to its end at most, the answer a block's.
+            # Read again to where it was, in parts, then on: the prompt to its end at most, the answer a block's.
             limit = prompt if done < prompt else min((done // BLOCK + 1) * BLOCK, end)
             step = min(settled + draw.randrange(1, 40), limit)
             found += read(choice, step, [], settled)

@@ -132,7 +132,7 @@ def test_aborted_requests_leave_nothing(scarce: Any) -> None:
 
 
 def test_trees_change_nothing(plenty: Any, drafting: Any) -> None:
-    """Greedy and seeded, also where a request is preempted and begins anew; and drafts are accepted."""
+    """Greedy and seeded, also where a request is preempted and begins again; and drafts are accepted."""
     prompts = long_and_short_prompts(plenty, NUM_PROMPTS)
     for sampling in ({"temperature": 0}, {"temperature": 0.9, "seed": 3}):
         asked = [SamplingParams(max_tokens=200, ignore_eos=True, **sampling)] * NUM_PROMPTS

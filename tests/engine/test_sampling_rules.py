@@ -235,7 +235,7 @@ def how_many_made(worker: Any) -> int:
 
 def test_a_processor_is_made_once(plain: Any, trees: Any) -> None:
     """Of vLLM's whole interface, beside one of its adapter, requests that use neither, one or both, and a rule. Found:
-    both made anew for each accepted depth of each step, also where nobody used them.
+    both made again for each accepted depth of each step, also where nobody used them.
     """
     assert trees.collective_rpc(how_many_made) == [1]
     given = [params(sampling, alternate=1) for sampling in SAMPLING] + [params(GREEDY), params(SEEDED)]

@@ -46,7 +46,7 @@ def test_preemption_chunked_prefill_joining_and_leaving(plain_llm: Any, small_ll
 
 @pytest.mark.slow
 def test_penalties_survive_preemption(plain_llm: Any, small_llm: Any) -> None:
-    """Penalties count a path's own tokens, also of a request that was computed anew.
+    """Penalties count a path's own tokens, also of a request that was computed again.
 
     No seeds here: vLLM on the CPU stops at a seeded request whose prompt comes in chunks, with or without us.
     """
@@ -63,7 +63,7 @@ def test_penalties_survive_preemption(plain_llm: Any, small_llm: Any) -> None:
 
 @pytest.mark.slow
 def test_grammars_survive_preemption(plain_llm: Any, small_llm: Any) -> None:
-    """Also of requests whose grammar is behind tokens that are computed anew."""
+    """Also of requests whose grammar is behind tokens that are computed again."""
     inputs = long_and_short_prompts(plain_llm, 16)
     params = [
         SamplingParams(

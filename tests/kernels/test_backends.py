@@ -93,7 +93,7 @@ def test_a_damaged_cache_and_a_full_disk_cost_time_alone(tmp_path: Path, damage:
     assert (found.returncode, found.stdout) == (0, "42 42\n"), found.stderr
     if damage != "truncated code":
         return
-    run()  # writes anew what has a signature
+    run()  # writes again what has a signature
     again = run()
     assert (again.returncode, again.stdout, again.stderr) == (0, "42 42\n", "")
 

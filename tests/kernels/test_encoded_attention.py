@@ -306,7 +306,7 @@ def test_masses_do_not_depend_on_parts(name: str) -> None:
 
 
 def test_blocks_are_what_is_read() -> None:
-    """Zeros in the place of an encoded block change what is behind it, and nothing in it."""
+    """Zeros instead of an encoded block change what is behind it, and nothing in it."""
     codec = CODECS["kivi 4"]
     qkv = draw(140, 0)
     one, other = (Cache(codec, torch.float32, [140], "numba") for _ in range(2))

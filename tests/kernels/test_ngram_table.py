@@ -229,7 +229,7 @@ def test_of_one_set_the_contexts_recorded_last_stay() -> None:
         if len(kept) > WAYS:
             kept.popitem(last=False)
         assert {token for token in range(9) if entry(table, [token])} == set(kept)
-        # A newcomer starts anew.
+        # A newcomer starts again.
         assert all(list(entry(table, [token])) == [token + 10] for token in kept)
 
 

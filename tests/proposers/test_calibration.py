@@ -50,7 +50,7 @@ def test_a_tree_is_judged_once_by_the_next_output() -> None:
         return int((calibration.trials != before).sum())
 
     calibration.drafted("r", tree((1, -1, 0)))
-    calibration.drafted("r", tree((5, -1, 0), (6, -1, 1)))  # in the place of the first
+    calibration.drafted("r", tree((5, -1, 0), (6, -1, 1)))  # instead of the first
     assert judged() == 0  # nothing came yet: it waits
     assert judged(5) == 2
     assert judged(5) == 0

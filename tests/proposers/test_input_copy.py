@@ -172,7 +172,7 @@ def after(one: InputCopy, prompt: Sequence[int], *outputs: Sequence[int], budget
 def test_both_branches_stand_beside_what_the_text_says() -> None:
     prompt = [10, 11, 12, 13, 14, 15, 50, 60, 61]
     one = make(True)
-    tree = after(one, prompt, [10], [10, 11, 12, 50], budget=20)  # 50 in the place of 13
+    tree = after(one, prompt, [10], [10, 11, 12, 50], budget=20)  # 50 instead of 13
     assert set(paths(tree)) >= {(60,), (60, 61), (14,), (14, 15), (13,), (13, 14)}
     tree = after(make(False), prompt, [10], [10, 11, 12, 50], budget=20)
     assert paths(tree) == [(60,), (60, 61)]

@@ -289,7 +289,7 @@ def test_a_rebuilt_index_answers_alike(
     again = rebuild(capacity, *contents(index), 3)
     text = SuffixIndex.empty(64)
     append(text, np.array(context, np.int32), 0, 3)
-    moved = index.end[0] - again.end[0]  # positions begin anew
+    moved = index.end[0] - again.end[0]  # positions begin again
     for tokens, first in [(list[int](), 0), *parts]:  # also when both go on
         for part in (index, again):
             append(part, np.array(tokens, np.int32), first, 3)

@@ -188,7 +188,7 @@ print([tree.tokens.tolist() for tree in trees])
 
 @pytest.mark.parametrize("name", OPTIONS)
 def test_preempted_requests_go_on_where_they_were(name: str) -> None:
-    """Computed anew, a request shows rows without output, and is asked for again at the same length."""
+    """Computed again, a request shows rows without output, and is asked for again at the same length."""
     target, how = Target(4), sampling(0.9)
     prompt = [1, 2, 3, 4, 1, 2, 3]
     drafters = make(name), make(name)

@@ -88,7 +88,7 @@ def applied(rule: Any, where: Row) -> Any:
 
 def test_grammars_are_right_behind_every_prefix() -> None:
     grammars = Grammars(TOY)
-    for prefix in (*PREFIXES, *reversed(PREFIXES)):  # kept ones, copies of shorter ones, and read anew
+    for prefix in (*PREFIXES, *reversed(PREFIXES)):  # kept ones, copies of shorter ones, and read again
         behind = grammars.behind("regex", PATTERN, END, prefix)
         assert behind is not None
         expected = allowed_behind(prefix)

@@ -95,7 +95,7 @@ def test_what_the_builder_must_keep() -> None:
         return tree.verify(chance)
 
     def longest_of_paths(chance: Script) -> list[int]:
-        """The target is sampled anew for each path of a tree, and the one that gets farthest is taken."""
+        """The target is sampled again for each path of a tree, and the one that gets farthest is taken."""
         outputs = []
         for path in itertools.product((0, 1), (0, 1)):
             row_start, tokens = np.array([0, 3], np.int32), np.array([0, *path], np.int32)

@@ -128,7 +128,7 @@ def test_files_that_cannot_be_used_are_refused(tmp_path: Path) -> None:
     assert "cannot be read (No such file" in refused()
     for content in (b"", b"x" * 7, b"words", (3).to_bytes(8, "little") + b"no!", b"\xff" * 40):
         file.write_bytes(content)
-        assert "is no file of a trie; make it anew with `vllm-ext trie build`" in refused(), content
+        assert "is no file of a trie; make it again with `vllm-ext trie build`" in refused(), content
     made = build([[1, 2, 3], [1, 2], [69]])
     trie_file.write(file, made, HEADER)
     assert "made with another tokenizer (toy)" in refused(tokenizer_hash=lambda: "other")
@@ -193,7 +193,7 @@ def test_files_of_the_first_format_load_and_cannot_be_mistaken(tmp_path: Path) -
         with pytest.raises(ValueError, match="is no file of a trie"):
             trie_file.open_trie(file)
     save(format="vllm-ext trie 2", checksum="0" * 64)
-    with pytest.raises(ValueError, match="is damaged: its checksum does not fit; make it anew"):
+    with pytest.raises(ValueError, match="is damaged: its checksum does not fit; make it again"):
         trie_file.verify(file)
 
 
@@ -221,7 +221,7 @@ def test_headers_of_any_type_are_refused_by_name(tmp_path: Path, place: str) -> 
             changed["tokens"][place] = junk
         text = b"[" * 100_000 + b"]" * 100_000 if place == "deep" else json.dumps(changed).encode()
         file.write_bytes(len(text).to_bytes(8, "little") + text + content[end:])
-        with pytest.raises(ValueError, match=r"(is no file of a trie|is not whole); make it anew"):
+        with pytest.raises(ValueError, match=r"(is no file of a trie|is not whole); make it again"):
             trie_file.verify(file)
 
 

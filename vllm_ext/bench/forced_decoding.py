@@ -26,8 +26,6 @@ class ForcedTokens(LogitsProcessor):  # type: ignore[misc]  # vLLM is untyped to
         return False
 
     def update_state(self, batch_update: Any) -> None:
-        """vLLM's."""
-
         def forced(params: Any, _prompt: Any, output: list[int]) -> tuple[list[int], list[int]] | None:
             tokens = (params.extra_args or {}).get(FORCED)
             return None if tokens is None else (tokens, output)
@@ -35,7 +33,6 @@ class ForcedTokens(LogitsProcessor):  # type: ignore[misc]  # vLLM is untyped to
         process_dict_updates(self._forced, batch_update, forced)
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
-        """vLLM's."""
         for row, (tokens, output) in self._forced.items():
             if len(output) < len(tokens):
                 logits[row] = -torch.inf

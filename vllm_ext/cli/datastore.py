@@ -61,7 +61,7 @@ def build_command(
         ),
     ] = None,
     append: Annotated[
-        bool, typer.Option("--append", help="Add to the datastore; nothing is sorted anew.")
+        bool, typer.Option("--append", help="Add to the datastore; nothing is sorted again.")
     ] = False,
 ) -> None:
     """Make a datastore for method rest. Until it is complete, the old one stays as it was."""

@@ -18,7 +18,7 @@ from vllm_ext.training.sources import Source, same_settings
 if TYPE_CHECKING:
     from vllm_ext.training.draft_model import Estimate
 
-train_app = typer.Typer(help="Train what drafts.", no_args_is_help=True)
+train_app = typer.Typer(help="Train draft models and exit heads.", no_args_is_help=True)
 
 TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "vocab*", "merges.txt", "chat_template*")
 
@@ -60,18 +60,18 @@ def draft_command(
     answers: Annotated[
         list[Path] | None,
         typer.Option(
-            help="Folder of answers that a server with `export_dir` has kept, in the place of prompts; may be given "
+            help="Folder of answers that a server with `export_dir` has kept, instead of prompts; may be given "
             "several times."
         ),
     ] = None,
     start: Annotated[
         Path | None,
-        typer.Option(help="Draft model to go on from, in the place of a new one; its shape is kept."),
+        typer.Option(help="Draft model to go on from, instead of a new one; its shape is kept."),
     ] = None,
     layers: Annotated[
         str | None,
         typer.Option(
-            help="Layers of the target to begin as, in the place of a new model: 0,1,2,29. Its width, embeddings and "
+            help="Layers of the target to begin as, instead of a new model: 0,1,2,29. Its width, embeddings and "
             "head are the target's: larger, and right from far fewer tokens."
         ),
     ] = None,
@@ -215,7 +215,7 @@ def exits_command(
     prompts: Prompts = None,
     answers: Annotated[
         list[Path] | None,
-        typer.Option(help="Folder of answers that are kept, in the place of prompts; several times."),
+        typer.Option(help="Folder of answers that are kept, instead of prompts; several times."),
     ] = None,
     own_prompts: OwnPrompts = 0,
     samples: Samples = 2,
@@ -277,7 +277,6 @@ def exits_command(
 
 
 def _num_layers(folder: Path) -> int:
-    """Of the target."""
     from transformers import AutoConfig
 
     return int(AutoConfig.from_pretrained(folder).get_text_config().num_hidden_layers)

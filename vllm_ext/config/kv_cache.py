@@ -125,8 +125,8 @@ def check_engine_args(
         (
             settings is not None and isinstance(settings.options, PassOptions),
             f"speculative_config.method={method!r}",
-            "what drafts with a model, or with the target's layers, does not read an encoded cache. Use another, "
-            "token_recycling say",
+            "a method that drafts with a model, or with the target's layers, does not read an encoded cache. Use "
+            "another, token_recycling say",
         ),
         (
             companion,

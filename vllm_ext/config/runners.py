@@ -2,7 +2,7 @@
 """Which of vLLM's two model runners a method of ours runs on, and why.
 
 vLLM's own choice is V2 wherever there is Triton; its way for a drafter of the user's own leads back to V1, without
-asynchronous scheduling. What drafts without a model goes the other way: on the device, where nothing waits for
+asynchronous scheduling. A method that drafts without a model takes V2: on the device, where nothing waits for
 anything, or on the host, which waits for each step's tokens. Methods that draft with a model, and features that V2's
 form does not have yet, run on V1 as before: the same output, and the reason is logged.
 """

@@ -126,7 +126,7 @@ def check(field: str, file: str, rule: str, model: str) -> None:
     _, header = guide_file.read(field, file, rule)
     if header.fingerprint != model_files.fingerprint(model_files.snapshot(model)):
         raise ValueError(
-            f"{field}={file!r} was made for {header.model}, whose weights are not those of {model}; make it anew with "
+            f"{field}={file!r} was made for {header.model}, whose weights are not those of {model}; make it again with "
             f"`vllm-ext {rule} build`"
         )
 

@@ -97,7 +97,7 @@ class DraftConstraints:
 
 
 class RuledRequests:
-    """What drafts may be, of the running requests that are under rules."""
+    """The drafts that sampling rules allow, of the running requests that are under rules."""
 
     def __init__(self, settings: RuleSettings, vocabulary: ModelVocabulary) -> None:
         self._settings = settings

@@ -26,7 +26,7 @@ class Started(NamedTuple):
     num_nodes: int = 0  # most of one request
     budget: str = ""
     chain_reason: str | None = None  # why drafts are chains; None: they are trees
-    memory_bytes: int = 0  # of what drafts
+    memory_bytes: int = 0  # of the drafter
     memory_of: str = "host"
     rules: Sequence[str] = ()
     kv: str | None = None  # the method that encodes the KV cache, or chooses what is read of it

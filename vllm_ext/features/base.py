@@ -40,7 +40,7 @@ class Feature:
     """
 
     def parse(self, args: Any, asked: Asked) -> None:
-        """Read the engine's ``EngineArgs``, make the folders that are named, and note what is asked for."""
+        """Read the engine's ``EngineArgs``, make the folders that are named, and note it in ``asked``."""
 
     def refuse(self, args: Any, asked: Asked) -> None:
         """Before vLLM looks at the model."""
@@ -50,7 +50,7 @@ class Feature:
         return {}
 
     def settings(self, asked: Asked) -> dict[str, Any]:
-        """Under ``additional_config["vllm_ext"]``, by which the engine's processes know what is asked for."""
+        """Under ``additional_config["vllm_ext"]``, which the engine's processes read."""
         return {}
 
     def check(self, vllm_config: Any, asked: Asked) -> None:

@@ -106,7 +106,7 @@ def known_rounds(rounds: Sequence[float | None]) -> list[float]:
 
 
 def tokens_per_step_cell(figures: Run | CategoryFigures) -> Cell:
-    """Of a request."""
+    """Tokens that a request's step puts out, with the spread over rounds."""
     return figure_cell(figures.tokens_per_step, figures.tokens_per_step_rounds, ".2f")
 
 

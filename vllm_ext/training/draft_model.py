@@ -11,7 +11,7 @@ Or it begins as some of the target's layers, between its embeddings and its norm
 right from far fewer tokens.
 
 Source: FastDraft, arXiv 2411.11055: a small model with the target's vocabulary, trained on its answers. Deviations: no
-pre-training on a corpus, distributions in the place of the answers' tokens, the projected embeddings, the
+pre-training on a corpus, distributions instead of the answers' tokens, the projected embeddings, the
 sampled softmax (arXiv 1412.2007, section 3). Layers of the target: as DistilBERT (arXiv 1910.01108, section 3).
 """
 
@@ -195,7 +195,7 @@ def loss_of(logits: torch.Tensor, top_ids: torch.Tensor, top_logp: torch.Tensor)
 def candidates(
     weight: torch.Tensor, hidden: torch.Tensor, top_ids: torch.Tensor, noise: torch.Generator
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logits of the tokens that stand in the answers and of `OTHERS` drawn in the place of all others.
+    """Logits of the tokens that stand in the answers and of `OTHERS` drawn instead of all others.
 
     Args:
         weight: ``[vocab, hidden_size]`` of the model's head.

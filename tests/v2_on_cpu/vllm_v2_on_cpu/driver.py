@@ -15,25 +15,20 @@ class CPUDriver(DriverBase):  # type: ignore[misc]  # Triton is untyped to us
 
     @classmethod
     def is_active(cls) -> bool:
-        """See the base class."""
         return True
 
     def map_python_to_cpp_type(self, kind: str) -> str:
-        """See the base class."""
         return kind
 
     def get_current_target(self) -> GPUTarget:
-        """See the base class."""
         return GPUTarget("cpu", 0, 1)
 
     def get_active_torch_device(self) -> Any:
-        """See the base class."""
         import torch
 
         return torch.device("cpu")
 
     def get_device_interface(self) -> Any:
-        """See the base class."""
         import torch
 
         return torch.cpu
@@ -43,9 +38,7 @@ class CPUDriver(DriverBase):  # type: ignore[misc]  # Triton is untyped to us
         return 0
 
     def get_current_stream(self, device: int = 0) -> int:
-        """See the base class."""
         return 0
 
     def get_benchmarker(self) -> Callable[..., Any]:
-        """See the base class."""
         raise NotImplementedError("the interpreter's time says nothing")

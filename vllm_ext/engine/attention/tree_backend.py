@@ -154,7 +154,7 @@ class OutOfGraphs:
 
 
 def register() -> None:
-    """Put our backends in the place of vLLM's. In the worker, before the model is built.
+    """Register our backends instead of vLLM's. In the worker, before the model is built.
 
     By name: the one of another platform may not import. On the CPU vLLM ignores an explicit CUSTOM backend, so
     CPU_ATTN itself is overridden; on CUDA the user's choice stands, and these two have trees.

@@ -11,7 +11,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_b
 
 
 def register() -> None:
-    """Put our backends in the place of vLLM's; see `vllm_ext.engine.attention.tree_backend.register`."""
+    """Register our backends instead of vLLM's; see `vllm_ext.engine.attention.tree_backend.register`."""
     register_backend(AttentionBackendEnum.CPU_ATTN, "vllm_ext.engine.attention.cpu.TreeCPUAttentionBackend")
     register_backend(
         AttentionBackendEnum.TRITON_ATTN,

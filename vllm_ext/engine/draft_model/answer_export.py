@@ -4,7 +4,7 @@
 The newest answers, up to so many bytes, as shards in a folder; a shard is written by another thread once it is full.
 
 Source: "Online Speculative Decoding", arXiv 2310.07177 (a buffer of contexts with the target's distributions, from
-which the draft is distilled anew). Deviations: every answer is kept, not only where the draft was wrong; the draft is
+which the draft is distilled again). Deviations: every answer is kept, not only where the draft was wrong; the draft is
 trained outside the server.
 """
 
@@ -64,7 +64,7 @@ class Export:
         return cls(Path(options.export_dir) / str(parallel_config.data_parallel_index), options.export_mb)
 
     def observe(self, rows: VerifiedRows, log_total: Float32) -> None:
-        """Keep what stood for choice in the place of each token that was put out.
+        """Keep the target's likeliest tokens at the place of each token that was put out.
 
         Args:
             rows: of the step, with `TOP_K` alternatives.

@@ -19,7 +19,7 @@ from vllm_ext.proposers.draft_model import Rows
 
 
 class SelfDraft(DraftPasses):
-    """What drafts with some of the target's layers have in common. Node 0 of a growing tree is its root."""
+    """What methods that draft with some of the target's layers have in common. Node 0 of a growing tree is its root."""
 
     what_next = "Choose another model, or a method that needs only the model's output: `vllm-ext methods`."
 

@@ -61,7 +61,7 @@ class EncodedManager(FullAttentionManager):  # type: ignore[misc]  # vLLM is unt
                 self._remove_blocks_in_range(request_id, first + 1, first + spec.span_blocks)
         elif spec.window_blocks is not None:
             self._remove_blocks_in_range(request_id, spec.sink_blocks, block - spec.window_blocks)
-        # A request that is read anew reads its prompt whole first.
+        # A request that is read again reads its prompt whole first.
         for first, blocks in self._forgotten.get(request_id, ()):
             if first <= processed_computed_tokens:
                 self._remove(request_id, blocks)
@@ -93,13 +93,11 @@ class EncodedManager(FullAttentionManager):  # type: ignore[misc]  # vLLM is unt
         return num_tokens + int(self.kv_cache_spec.tail_blocks) * self.block_size
 
     def get_num_blocks_to_allocate(self, request_id: str, num_tokens: int, *args: Any, **kwargs: Any) -> int:
-        """vLLM's."""
         wanted = self._with_tail(num_tokens)
         num: int = super().get_num_blocks_to_allocate(request_id, wanted, *args, **kwargs)
         return num
 
     def allocate_new_blocks(self, request_id: str, num_tokens: int, *args: Any, **kwargs: Any) -> Any:
-        """vLLM's."""
         return super().allocate_new_blocks(request_id, self._with_tail(num_tokens), *args, **kwargs)
 
 
@@ -204,7 +202,6 @@ class EncodedMetadataBuilder(AttentionMetadataBuilder):  # type: ignore[misc]
     def build(
         self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
     ) -> EncodedMetadata:
-        """vLLM's."""
         common = common_attn_metadata
         num_requests = common.num_reqs
         settings = kv_cache.from_config(self.vllm_config)
@@ -276,7 +273,7 @@ class EncodedCPUAttentionImpl(CPUAttentionBackendImpl):  # type: ignore[misc]
 
 
 class EncodedCPUAttentionBackend(CPUAttentionBackend):  # type: ignore[misc]
-    """In the place of vLLM's."""
+    """Instead of vLLM's."""
 
     forward_includes_kv_cache_update = True
 
@@ -292,7 +289,7 @@ class EncodedCPUAttentionBackend(CPUAttentionBackend):  # type: ignore[misc]
 
 
 def register() -> None:
-    """Put the backend in the place of vLLM's. In the worker, before the model is built."""
+    """Register the backend instead of vLLM's. In the worker, before the model is built."""
     register_backend(
         AttentionBackendEnum.CPU_ATTN, "vllm_ext.engine.kv_cache.encoded_cache.EncodedCPUAttentionBackend"
     )

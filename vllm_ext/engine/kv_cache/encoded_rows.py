@@ -17,7 +17,7 @@ from vllm_ext.proposers.tree import Int32
 
 
 class EncodedMetadata:
-    """Attention metadata of a step, in the place of vLLM's: prompts' parts and rows that decode alike.
+    """Attention metadata of a step, instead of vLLM's: prompts' parts and rows that decode alike.
 
     Args:
         query_start: int32 ``[num_requests + 1]``.

@@ -54,12 +54,12 @@ class Memory:
         self._count = count
         self._keeper: state_file.Keeper | None = None  # rank 0's
 
-    def restore(self, learner: L, anew: Callable[[], L]) -> L:
+    def restore(self, learner: L, make_another: Callable[[], L]) -> L:
         """Let it take over what was saved, and keep what it learns from now on.
 
         Args:
             learner: has learnt nothing yet.
-            anew: makes another, for where it could not take over what was saved.
+            make_another: makes another, for where it could not take over what was saved.
 
         Returns:
             The one of these to use.
@@ -84,7 +84,7 @@ class Memory:
             try:
                 learner.restore(arrays)
             except ValueError as error:  # on all ranks alike
-                learner = anew()
+                learner = make_another()
                 if file is not None:
                     file = self._set_aside(file, str(error))
             else:

@@ -3,7 +3,7 @@
 
 One safetensors file for each combination of model, tokenizer, method, its options and data-parallel rank, so that
 servers may share a folder; of two with one combination the last to save wins. A save writes another file in the same
-folder, brings it to the disk and puts it in the place of the old one in one step: whenever it is killed, there is one
+folder, brings it to the disk and renames it over the old one in one step: whenever it is killed, there is one
 complete file, the old or the new.
 
 The file's metadata holds the format's version, the combination in full and a BLAKE3 checksum over everything else. What

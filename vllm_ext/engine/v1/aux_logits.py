@@ -245,7 +245,6 @@ class RuledRunner:
     logits_rows: torch.Tensor | None = None  # of the step's tokens, those with logits
 
     def _prepare_inputs(self, *args: Any, **kwargs: Any) -> Any:
-        """vLLM's."""
         result = super()._prepare_inputs(*args, **kwargs)  # type: ignore[misc]
         self.logits_rows = result[0]
         return result
@@ -260,7 +259,6 @@ class RuledRunner:
         return result
 
     def sample_tokens(self, grammar_output: Any) -> Any:
-        """vLLM's."""
         state = self.execute_model_state
         if self.may_pause:
             for processor in self.input_batch.logitsprocs.all:
@@ -328,7 +326,6 @@ class RuledRunner:
         return output
 
     def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
-        """vLLM's."""
         if self.may_pause:
             self.pauses = {}
         if self.beside is not None and self.pausing is not None:

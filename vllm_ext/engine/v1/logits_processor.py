@@ -79,7 +79,6 @@ class RuleProcessor(LogitsProcessor):  # type: ignore[misc]  # vLLM is untyped t
         return False
 
     def update_state(self, batch_update: Any) -> None:
-        """See vLLM's."""
         process_dict_updates(self.rows, batch_update, self._new)
 
     def _new(
@@ -108,7 +107,6 @@ class RuleProcessor(LogitsProcessor):  # type: ignore[misc]  # vLLM is untyped t
         return other
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
-        """See vLLM's."""
         self.paused = {}
         for name, rule in self._rules.items():
             rows = {index: its[name] for index, its in self.rows.items() if name in its}

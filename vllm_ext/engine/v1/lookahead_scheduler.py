@@ -52,7 +52,6 @@ class BranchScheduler(TwinScheduler):
         self._choices: dict[str, tuple[int, int]] = {}  # by request id, what the worker is to be told
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
-        """vLLM's."""
         output = super().schedule(*args, **kwargs)
         if self._choices:
             told = {
@@ -149,7 +148,6 @@ class BranchScheduler(TwinScheduler):
 
     @property
     def _adds(self) -> bool:
-        """See the base class."""
         return bool(self._pauses or self._branching or self._choices) or super()._adds
 
     def _half(self, name: str) -> Any:

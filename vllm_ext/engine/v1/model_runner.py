@@ -176,7 +176,7 @@ class SpeculativeRunner(RuledRunner):
         return result
 
     def _calc_spec_decode_metadata(self, num_draft_tokens: Any, cu_num_scheduled_tokens: Any) -> Any:
-        """Which rows are verified, in the place of vLLM's seven tensors, of which our verifier reads no other."""
+        """Which rows are verified, instead of vLLM's seven tensors, of which our verifier reads no other."""
         num_rows = num_draft_tokens + 1
         ends = num_rows.cumsum(dtype=np.int32)
         rows = np.repeat(cu_num_scheduled_tokens - ends, num_rows)
@@ -313,7 +313,6 @@ class SpeculativeRunner(RuledRunner):
         return result
 
     def _row_start(self) -> list[int]:
-        """See the base class."""
         assert self.step_trees is not None
         starts: list[int] = self.step_trees.row_start.tolist()
         return starts

@@ -2,7 +2,7 @@
 """Verification of trees that were drawn from a draft model, inside vLLM's own sampler.
 
 The stock ``Sampler`` does all it does to a row's logits: penalties, masks, temperature, min-p, top-k and top-p. What is
-left is the target's distribution ``p``, and in the place of the last draw from it stands the rule that fits how the
+left is the target's distribution ``p``, and instead of the last draw from it comes the rule that fits how the
 row's children were drawn. Rows without children, and all other requests' rows, are drawn as ever.
 """
 
@@ -69,7 +69,7 @@ class DrawnSampler:
 
 
 class _LastDraw(torch.nn.Module):
-    """In the place of vLLM's ``TopKTopPSampler``."""
+    """Instead of vLLM's ``TopKTopPSampler``."""
 
     def __init__(self, stock: Any, owner: DrawnSampler) -> None:
         super().__init__()
@@ -77,7 +77,6 @@ class _LastDraw(torch.nn.Module):
         self._owner = [owner]  # in a list: no submodule
 
     def forward(self, logits: torch.Tensor, generators: Any, k: Any, p: Any) -> Any:
-        """See vLLM's."""
         (owner,) = self._owner
         children = owner.children()
         if not children:

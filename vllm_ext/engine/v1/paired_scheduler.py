@@ -77,7 +77,6 @@ class TwinScheduler(StockScheduler):  # type: ignore[misc]  # vLLM is untyped to
         super().add_request(twin)
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
-        """vLLM's."""
         if self._num_stuck:
             self._make_room()
         return super().schedule(*args, **kwargs)
@@ -108,7 +107,6 @@ class TwinScheduler(StockScheduler):  # type: ignore[misc]  # vLLM is untyped to
         return bool(self._twins)
 
     def finish_requests(self, request_ids: Any, finished_status: Any) -> Any:
-        """vLLM's."""
         finished = super().finish_requests(request_ids, finished_status)
         self._end_orphans()
         return finished

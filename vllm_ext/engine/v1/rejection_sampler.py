@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Verification in the V1 runner: vLLM's own sampler, walked down the draft tree.
 
-In the place of the rejection sampler. The stock ``Sampler`` runs on each visited row with that path's tokens
+Instead of the rejection sampler. The stock ``Sampler`` runs on each visited row with that path's tokens
 in its metadata, so penalties, bad words, minimum lengths, thinking budgets, logprobs and per-request generators are
 handled by the code that handles them without speculation: seeded output is the same token for token. What vLLM keeps of
 a request from step to step is in `row_states`.
@@ -25,7 +25,7 @@ from vllm_ext.engine.v1.multi_draft_sampler import DrawnSampler
 from vllm_ext.engine.v1.row_states import RowStates, has_thinking_budget, is_idle
 from vllm_ext.samplers.tree_walk import greedy_walk, walk
 
-PAUSED = -2  # in the place of a token that a rule has put off; no draft is that
+PAUSED = -2  # instead of a token that a rule has put off; no draft is that
 VERIFICATION = 0xACCE  # in the seed of its noise: apart from the draft's
 
 

@@ -168,7 +168,6 @@ class _Each:
         self._calls = {place: calls[request] for place, request in enumerate(requests) if request in calls}
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
-        """See vLLM's."""
         for place, call in self._calls.items():
             row = logits[place]
             result = call(row)
@@ -184,7 +183,6 @@ class _Spread:
         self._processor, self._requests, self._num_requests = processor, list(requests), num_requests
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
-        """See vLLM's."""
         if len(self._requests) == self._num_requests:
             result: torch.Tensor = self._processor.apply(logits)
             return result

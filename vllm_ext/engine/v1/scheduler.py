@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's scheduler, thrice: one returns what sampling rules report, keeps apart blocks that a second model has read and
-frees those that are read no more,
-and of that kind one leaves structured requests' drafts to the worker, and one has KV slots for a draft model's.
+"""Subclasses of vLLM's scheduler, named in ``scheduler_cls``.
 
-vLLM cuts drafts that are no legal chain, and reserves slots for its own draft models only, by method name;
-``scheduler_cls`` is the option that lets others in.
+`RulesScheduler` returns what sampling rules report, keeps blocks that a second model has read apart from those it has
+not, and frees blocks that a KV method has given up. `GrammarScheduler` also leaves drafts of structured requests to the
+worker: vLLM cuts drafts that are no legal chain. `Scheduler` also reserves KV slots for a draft model: vLLM does so
+only for its own draft models, by method name.
 """
 
 from __future__ import annotations

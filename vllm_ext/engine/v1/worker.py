@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's own worker of this platform, thrice: with a KV cache of another form, with what sampling rules leave behind
-besides, and with our runner too.
+"""Subclasses of vLLM's worker for this platform.
+
+`KVWorker` encodes the KV cache; `RulesWorker` also sends what sampling rules report and learn; `Worker` also installs
+our model runner.
 """
 
 from __future__ import annotations
@@ -190,7 +192,6 @@ class Worker(RulesWorker):
         )
 
     def shutdown(self) -> None:
-        """See the base class."""
         drafter = getattr(getattr(self, "model_runner", None), "drafter", None)
         try:
             if isinstance(drafter, Drafter):

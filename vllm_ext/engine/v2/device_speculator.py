@@ -50,17 +50,14 @@ class DeviceSpeculator(TreeSpeculator):
 
     @property
     def memory(self) -> tuple[int, str]:
-        """See the base class."""
         return self.drafter.memory_bytes, "device"
 
     def start(self, slot: int, request: Any, chain: bool, most_depth: int) -> None:
-        """See the base class."""
         self._chains.np[slot] = chain
         self._max_depths.np[slot] = most_depth
         self._new.append((slot, len(request.prefill_token_ids)))
 
     def apply_staged_writes(self) -> None:
-        """See the base class."""
         super().apply_staged_writes()
         self._chains.copy_to_uva()
         self._max_depths.copy_to_uva()
@@ -71,12 +68,10 @@ class DeviceSpeculator(TreeSpeculator):
             self._new.clear()
 
     def needs(self, has_drafts: bool) -> bool:
-        """See the base class."""
         self._quiet_steps = 0 if has_drafts else self._quiet_steps + 1
         return self._quiet_steps % LEARN_EVERY == 0
 
     def learn(self, rows: StepRows) -> None:
-        """See the base class."""
         text = self.req_states.all_token_ids.gpu
         self.drafter.observe(rows.verified, rows.layout, text, self.prefill_len, self.teaches, rows.logits)
 
@@ -93,5 +88,4 @@ class DeviceSpeculator(TreeSpeculator):
         )
 
     def serve(self) -> None:
-        """See the base class."""
         self.drafter.forget()

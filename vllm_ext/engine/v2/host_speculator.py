@@ -49,19 +49,15 @@ class HostSpeculator(TreeSpeculator):
 
     @property
     def memory(self) -> tuple[int, str]:
-        """See the base class."""
         return self.drafts.proposer.memory_bytes, "host"
 
     def load(self) -> None:
-        """See the base class."""
         self.drafts.load()
 
     def start(self, slot: int, request: Any, chain: bool, most_depth: int) -> None:
-        """See the base class."""
         self.drafts.admit(request, chain, most_depth)
 
     def finish(self, request_ids: Iterable[str]) -> None:
-        """See the base class."""
         if request_ids:
             self._take(0, waits=False)
         self.drafts.finish(request_ids)
@@ -69,12 +65,10 @@ class HostSpeculator(TreeSpeculator):
             self.chances.pop(name, None)
 
     def serve(self) -> None:
-        """See the base class."""
         self._arriving.clear()
         self.drafts.serve()
 
     def close(self) -> None:
-        """See the base class."""
         self.drafts.close()
 
     def learn(self, rows: StepRows) -> None:

@@ -208,7 +208,7 @@ def _path_mover(layers: Sequence[Any]) -> Callable[[torch.Tensor, torch.Tensor, 
 
 
 def install(runner: Any) -> None:
-    """Put the mixin in front of a constructed runner's class, and our speculator in the place of vLLM's.
+    """Put the mixin in front of a constructed runner's class, and our speculator instead of vLLM's.
 
     The CPU worker builds its runner inline, so there is no method to override that returns it; giving the finished
     object a subclass is the same for every platform and moves no state. Nothing has asked the speculator yet.

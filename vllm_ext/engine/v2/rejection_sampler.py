@@ -28,7 +28,7 @@ from vllm_ext.kernels.device_trees import Walked, walk
 from vllm_ext.kernels.recycling import WalkedRows
 
 NO_TOKEN = -1
-UNKNOWN = -2  # in the place of what a row samples, as long as it has not
+UNKNOWN = -2  # instead of what a row samples, as long as it has not
 
 
 class LearningSampler:
@@ -37,7 +37,6 @@ class LearningSampler:
     speculator: TreeSpeculator
 
     def __call__(self, logits: torch.Tensor, input_batch: Any) -> Any:
-        """vLLM's."""
         output = super().__call__(logits, input_batch)  # type: ignore[misc]
         trees = self.speculator
         if input_batch.req_ids[0] not in trees.req_states.req_id_to_index:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Between vLLM's V2 runner and what drafts there: what the steps' parts share, and vLLM's ``BaseSpeculator``.
+"""Between vLLM's V2 runner and its drafters: what the parts of a step share, and vLLM's ``BaseSpeculator``.
 
 A step's parts (`model_state`, `rejection_sampler`, `model_runner`) know the trees of the slots and how a step's rows
 lie. They do not know where the trees come from: grown on the device (`device_speculator`), or by a proposer on the host

@@ -17,7 +17,7 @@ def pack(trees: Sequence[DraftTree], roots: Int32, num_nodes: int) -> Int32:
 
     Args:
         trees: of ``num_nodes`` nodes at most, each parent before its children.
-        roots: int32 ``[requests]`` each request's last token, which stands in the place of padding's tokens.
+        roots: int32 ``[requests]`` each request's last token, which stands instead of padding's tokens.
         num_nodes: room for each tree.
 
     Returns:

@@ -96,6 +96,7 @@ class DraftModelProposer(Proposer):
     """
 
     Options: ClassVar[type[MethodOptions]] = DraftModelOptions
+    on_v2 = None
     # Whether a drawn tree must be verified whole or not at all. Of others a scheduler may leave out the last nodes.
     whole: ClassVar[bool] = False
     draft: DraftModel  # set by the adapter, before any request

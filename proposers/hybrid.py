@@ -101,6 +101,7 @@ class Hybrid(Proposer):
         drafters: up to four.
     """
 
+    on_v2 = "device"
     summary: ClassVar[str] = "several drafters' trees as one, by what each was worth so far"
     paper: ClassVar[str] = "arXiv 2503.03434"
     Options: ClassVar[type[MethodOptions]] = HybridOptions

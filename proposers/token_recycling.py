@@ -125,6 +125,7 @@ class TokenRecycling(Proposer):
         tree: "dynamic", "static" or "chain".
     """
 
+    on_v2 = "device"
     summary: ClassVar[str] = "what the target ranked highest the last time it read a token"
     paper: ClassVar[str] = "arXiv 2408.08696"
     Options: ClassVar[type[MethodOptions]] = TokenRecyclingOptions

@@ -1,17 +1,18 @@
 #!/usr/bin/env bash
 # The engine tests of exactness, once for every method: six minutes each, or twenty of a slow core. Arguments: methods, as
-# names or JSON objects without spaces; none: all that need no model.
+# names or JSON objects without spaces; none: every method of the registry.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 export HF_HUB_OFFLINE=1 VLLM_CPU_KVCACHE_SPACE=${VLLM_CPU_KVCACHE_SPACE:-1}
 tests=$(printf 'tests/engine/test_%s.py ' lossless sampling_matrix invariants stress slice structured)
 store=$(mktemp -d)/store
 trap 'rm -rf "$(dirname "$store")"' EXIT
-for method in ${*:-token_recycling suffix_tree rest stand aded input_copy hybrid}; do
+methods=${*:-$(.venv/bin/python -c 'from vllm_ext.proposers.registry import METHODS; print(*METHODS)')}
+for method in $methods; do
     given=$method
     if [ "$method" = rest ]; then
         # English, and code: the tests' prompts ask for both.
-        model=$(.venv/bin/python -c 'from vllm_ext import demo_model; print(demo_model.ensure_model())' | tail -1)
+        model=$(.venv/bin/python -c 'from vllm_ext.demo.embedded_model import ensure_model; print(ensure_model())' | tail -1)
         .venv/bin/vllm-ext datastore build --model "$model" --output "$store" docs README.md vllm_ext tests
         given="{\"method\": \"rest\", \"datastore\": \"$store\"}"
     fi

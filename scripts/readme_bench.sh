@@ -13,7 +13,7 @@ for file in spec_bench human_eval; do
         exit 1
     fi
 done
-model=$(.venv/bin/python -c 'from vllm_ext import demo_model; print(demo_model.ensure_model())' | tail -1)
+model=$(.venv/bin/python -c 'from vllm_ext.demo.embedded_model import ensure_model; print(ensure_model())' | tail -1)
 # The datastore: the source code of all that is installed here.
 store=${VLLM_EXT_CACHE:-$HOME/.cache/vllm-ext}/site-packages-store
 if ! .venv/bin/vllm-ext datastore info "$store" >/dev/null 2>&1; then

@@ -21,6 +21,6 @@ kept = [prompt for prompt in prompts if prompt.source not in asked]
 file.write_text("".join(json.dumps({"messages": prompt.messages}) + "\n" for prompt in kept))
 print(f"{len(kept)} prompts; {len(prompts) - len(kept)} are the benchmark's")
 PYTHON
-model=$(.venv/bin/python -c 'from vllm_ext import demo_model; print(demo_model.ensure_model())' | tail -1)
+model=$(.venv/bin/python -c 'from vllm_ext.demo.embedded_model import ensure_model; print(ensure_model())' | tail -1)
 .venv/bin/vllm-ext train draft --model "$model" --prompts "$output/prompts.jsonl" --output "$output" \
     --samples 4 --max-tokens 192 --minutes 25 "${@:2}"

@@ -71,11 +71,11 @@ def counters(llm: Any) -> dict[str, int]:
 
 def forget_masks(worker: Any) -> None:
     """The mutation: rows behind drafts are not masked."""
-    worker.model_runner.drafter.masks = lambda *args: None
+    worker.model_runner.drafter.constraints.masks = lambda *args: None
 
 
 def remember_masks(worker: Any) -> None:
-    del worker.model_runner.drafter.masks
+    del worker.model_runner.drafter.constraints.masks
 
 
 def check_same(plain: Any, llm: Any, given: list[SamplingParams]) -> None:

@@ -16,10 +16,6 @@ if TYPE_CHECKING:
     from vllm_ext.config.rules import RuleSettings
     from vllm_ext.config.speculative import Settings
 
-# Methods with a form that drafts on the device; `hybrid` by default, with other drafters or a state_dir on the host.
-ON_DEVICE = ("token_recycling", "hybrid")
-# Methods that draft on the host, without a model.
-ON_HOST = ("suffix_tree", "stand", "aded", "input_copy", "rest")
 # What these cost; for the log and `vllm-ext doctor`.
 WAITS = (
     "drafts made on the host, which waits for each step's tokens: async scheduling stays on, but loses its overlap. "
@@ -38,7 +34,7 @@ def is_on_device(settings: Settings) -> bool:
             return False  # what is learnt on the device is not saved yet
         drafters = settings.options.drafters  # type: ignore[attr-defined]
         return all(isinstance(drafter, str) for drafter in drafters) and set(drafters) == DEVICE_DRAFTERS
-    return settings.method in ON_DEVICE
+    return settings.proposer_class.on_v2 == "device"
 
 
 @dataclass(frozen=True)
@@ -77,7 +73,7 @@ def choose(args: Any, settings: Settings, ruled: RuleSettings | None, *, encoded
     need_v1 = [] if ruled is None else ruled.need_v1
     reasons = (
         (
-            settings.method not in (*ON_DEVICE, *ON_HOST),
+            settings.proposer_class.on_v2 is None,
             f"method {settings.method!r} drafts with a model",
         ),
         (bool(need_v1), f"sampling rules {need_v1} go with it"),

@@ -149,12 +149,14 @@ def _vllm() -> Iterator[Check]:
 def _runners() -> Iterator[Check]:
     """Which of vLLM's model runners each method runs on, and what that costs."""
     from vllm_ext.config import runners
-    from vllm_ext.proposers.registry import METHODS
+    from vllm_ext.proposers.registry import METHODS, load_method
 
     own = runners.vllms_own()
     forced = os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1"
-    device, host = ", ".join(runners.ON_DEVICE), ", ".join(runners.ON_HOST)
-    others = ", ".join(name for name in METHODS if name not in (*runners.ON_DEVICE, *runners.ON_HOST))
+    where = {name: load_method(name).on_v2 for name in METHODS}
+    device, host, others = (
+        ", ".join(name for name in METHODS if where[name] == place) for place in ("device", "host", None)
+    )
     if own.runner == "V2":
         yield Check(
             "ok",

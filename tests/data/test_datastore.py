@@ -557,11 +557,11 @@ def test_a_model_without_tokenizer_json(model_dir: str, tmp_path: Path) -> None:
 _KILLED = """
 import os, signal, sys
 from pathlib import Path
-from vllm_ext import datastore_build, datastore_files, datastore_merge
+from vllm_ext.data import atomic_files, datastore_build, datastore_merge
 kill = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
 where, folder, model, source = sys.argv[1:]
 if where == "merge":
-    datastore_files.commit = kill
+    atomic_files.commit = kill
     datastore_merge.merge(Path(folder), lambda *_: None)
 elif where == "replace":
     os.replace = kill
@@ -654,7 +654,7 @@ def test_building_and_reading_need_neither_torch_nor_numba(store: Path, model: s
     script = """
 import sys
 from pathlib import Path
-from vllm_ext import datastore_build
+from vllm_ext.data import datastore_build
 from vllm_ext.proposers import datastore
 folder, model, source = sys.argv[1:]
 datastore_build.build([Path(source)], Path(folder), model, "text", False, lambda *_: None)

@@ -101,13 +101,13 @@ def test_trees_fill_tiles_where_nobody_says_how_large_they_are(
     assert config.additional_config["vllm_ext"]["speculation"]["num_speculative_tokens"] == nodes
 
 
-def test_each_method_drafts_somewhere() -> None:
-    """A new one is put into a table of `runners`, or drafts with a model."""
+def test_methods_that_draft_with_a_model_run_on_v1() -> None:
     from vllm_ext.proposers.draft_model import DraftModelProposer
 
-    for name in METHODS:
-        with_model = issubclass(load_method(name), DraftModelProposer)
-        assert ((name in runners.ON_DEVICE) + (name in runners.ON_HOST) + with_model) == 1, name
+    places = {name: load_method(name).on_v2 for name in METHODS}
+    with_model = {name for name in METHODS if issubclass(load_method(name), DraftModelProposer)}
+    assert {name for name, place in places.items() if place is None} == with_model
+    assert {name for name, place in places.items() if place == "device"} == {"token_recycling", "hybrid"}
 
 
 @pytest.mark.parametrize(
@@ -179,7 +179,7 @@ def test_the_doctor_says_which(with_triton: None, monkeypatch: pytest.MonkeyPatc
     checks = {check.what: check for check in environment._runners()}
     found = checks["runner V2"].found
     assert "token_recycling" in found
-    assert all(name in found for name in runners.ON_HOST)
+    assert all(name in found for name in METHODS if load_method(name).on_v2 == "host")
     assert "waits for each step's tokens" in found
     assert checks["runner V2"].status == "ok"
     assert checks["runner V1"].status == "ok"

@@ -29,7 +29,7 @@ from vllm_ext.samplers.registry import RULES
 
 COLUMNS = 80
 LISTS: dict[str, Mapping[str, str]] = {"methods": METHODS, "rules": RULES, "kv methods": CODECS}
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 
 
 def invoke(*arguments: object) -> Any:

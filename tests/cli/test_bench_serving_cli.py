@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_bench_report import HOSTILE, Page
+from html_page import HOSTILE, Page
 from typer.testing import CliRunner
 
 pytest.importorskip("vllm")
@@ -69,7 +69,7 @@ def test_the_page_shows_each_load() -> None:
 
 
 def test_benches_of_both_kinds_stand_on_one_page() -> None:
-    data = Path(__file__).parent / "data" / "bench-batch-1.json"
+    data = Path(__file__).parents[1] / "data" / "bench-batch-1.json"
     documents = [("a.json", json.loads(data.read_text())), ("b.json", document())]
     assert html(documents).count("<section>") == 2
 

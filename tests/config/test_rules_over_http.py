@@ -21,7 +21,7 @@ from vllm_ext.config import rules
 from vllm_ext.samplers.registry import RULES, load_rule
 from vllm_ext.samplers.steering import SteeringRule
 
-DOCS = sorted((Path(__file__).parents[1] / "docs").rglob("*.md"))
+DOCS = sorted((Path(__file__).parents[2] / "docs").rglob("*.md"))
 COMPANION = {"model": "self"}
 SETTINGS = rules.RuleSettings(
     {

@@ -5,39 +5,19 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
+from bench_figures import invoke, measured
 
-from vllm_ext.bench.settings import Method, Settings
+from vllm_ext.bench.settings import Settings
 from vllm_ext.bench.side_by_side import Report
-from vllm_ext.bench.stats import Answer, Divergence, Round, summarise
 from vllm_ext.cli import bench as bench_cli
-from vllm_ext.cli.main import app
 from vllm_ext.report.bench_page import html
 
 # Two runs of one comparison, as an older version wrote them.
-BATCH_1, BATCH_4 = (Path(__file__).parent / "data" / f"bench-batch-{size}.json" for size in (1, 4))
-
-
-def invoke(*arguments: object) -> Any:
-    return CliRunner().invoke(app, list(map(str, arguments)))
-
-
-def measured(wrong: list[str], divergences: Sequence[Divergence] | None = ()) -> Report:
-    """What a run of two methods, one twice as fast, comes to."""
-    rounds = {
-        name: [Round([Answer(0, "qa", 0.0, [1, 2, 3], [1.0, 1.0 + t, 1.0 + 2 * t])], 4.0, 0, 0.0)] * 2
-        for name, t in (("plain", 1.0), ("fast", 0.5))
-    }
-    runs = [
-        summarise(Method(name, {}, name), 1, rounds[name], rounds["plain"], divergences, 0.0)
-        for name in rounds
-    ]
-    return Report(dtype="float32", runs=runs, wrong=wrong, notices=["one prompt skipped"])
+BATCH_1, BATCH_4 = (Path(__file__).parents[1] / "data" / f"bench-batch-{size}.json" for size in (1, 4))
 
 
 def bench(monkeypatch: pytest.MonkeyPatch, *arguments: object, wrong: tuple[str, ...] = ()) -> Any:
@@ -46,9 +26,8 @@ def bench(monkeypatch: pytest.MonkeyPatch, *arguments: object, wrong: tuple[str,
 
 
 def without_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [name for name in sys.modules if name.startswith(("matplotlib", "vllm_ext.bench_"))]:
-        if name not in ("vllm_ext.cli.bench", "vllm_ext.bench.settings", "vllm_ext.bench.engine"):
-            monkeypatch.delitem(sys.modules, name)
+    for name in [name for name in sys.modules if name.startswith(("matplotlib", "vllm_ext.report."))]:
+        monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.delattr("vllm_ext.report.bench_page", raising=False)
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from test_bench_cli import invoke
-from test_bench_report import HOSTILE, Page
+from bench_figures import invoke
+from html_page import HOSTILE, Page
 
 from vllm_ext.bench import kv_quality
 from vllm_ext.bench.divergence import Place, divergence, kl

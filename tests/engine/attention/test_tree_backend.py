@@ -28,7 +28,7 @@ from vllm_ext.engine.attention.triton import TreeTritonAttentionMetadataBuilder
 TRITON = """
 import numpy as np, torch
 from types import SimpleNamespace
-from vllm_ext import v1_attention
+from vllm_ext.engine.attention import tree_backend
 from vllm_ext.engine.attention.tree_backend import TREES, TreeMetadata
 from vllm_ext.engine.attention.triton import TreeTritonAttentionImpl
 from vllm_ext.kernels.tree_attention import TreeRows, tree_attention
@@ -46,7 +46,7 @@ tree = TreeRows(
 )
 query = torch.randn(rows, heads, size)
 output, expected = torch.zeros_like(query), torch.zeros_like(query)
-v1_attention.TreeAttention.backend = "triton"  # "auto" is numba for CPU tensors
+tree_backend.TreeAttention.backend = "triton"  # "auto" is numba for CPU tensors
 impl.forward(None, query, None, None, cache, SimpleNamespace(**{TREES: TreeMetadata(tree, None, None)}), output)
 tree_attention(
     query, cache[..., :size], cache[..., size:], expected, tree, impl.scale, backend="torch",
@@ -128,7 +128,7 @@ def test_the_backends_of_cuda_attend_over_vllms_cache(script: str) -> None:
     run = subprocess.run(
         [sys.executable, "-c", script],
         env=os.environ | {"TRITON_INTERPRET": "1"},
-        cwd=Path(__file__).parents[1],
+        cwd=Path(__file__).parents[3],
         capture_output=True,
         text=True,
         check=False,

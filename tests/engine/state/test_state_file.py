@@ -265,7 +265,7 @@ def test_the_librarys_own_failure_is_an_os_error(file: StateFile) -> None:
     """A file-size limit stands for the full disk: the write itself fails, inside the library."""
     script = f"""
 import resource, signal
-from test_state import *
+from test_state_file import *
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 file = StateFile(Path({str(file.path.parent)!r}), MINE)
 file.save(arrays(0))

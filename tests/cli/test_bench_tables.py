@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from bench_figures import invoke, measured
 from rich.console import Console
-from test_bench_cli import invoke, measured
 
 from vllm_ext.bench import side_by_side
 from vllm_ext.cli import bench
@@ -113,7 +113,7 @@ def test_it_ends_with_what_was_written_where(monkeypatch: pytest.MonkeyPatch, tm
     assert result.stdout.splitlines()[-2:] == [f"figures: {tmp_path}/a.json", f"page: {tmp_path}/a.html"]
 
 
-PROMPTS = Path(__file__).parent / "data" / "prompts.jsonl"
+PROMPTS = Path(__file__).parents[1] / "data" / "prompts.jsonl"
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ pytest.importorskip("vllm")
 
 @pytest.mark.usefixtures("model_dir")  # the script unpacks it too
 def test_a_share_of_the_fuzz(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "scripts"))
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "scripts"))
     import fuzz_options
     from bad_options import Bad
 

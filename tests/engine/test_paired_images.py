@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import tiny_idefics
 from negative_prompts import CASES, PAGE, image
-from test_twin_scheduler import BLOCK, Engine
+from paired_engine import BLOCK, Engine
 from tiny_idefics import IMAGE
 from vllm import SamplingParams
 from vllm.engine.arg_utils import EngineArgs
@@ -48,7 +48,7 @@ class Seeing(Engine):
     """An engine whose worker looks at what is in its encoder cache, as vLLM's does when it needs an image."""
 
     def __init__(self, model: str, num_blocks: int, seed: int, room: int, monkeypatch: Any) -> None:
-        monkeypatch.setattr("test_twin_scheduler.config_of", lambda *_: config_of(model))
+        monkeypatch.setattr("paired_engine.config_of", lambda *_: config_of(model))
         super().__init__(model, num_blocks, "fcfs", seed)
         self.scheduler.encoder_cache_manager = EncoderCacheManager(room)
         self.encoded: set[str] = set()

@@ -577,7 +577,7 @@ def gaps(llm: Any, given: SamplingParams | None) -> tuple[list[float], Any]:
                 if last is not None:
                     found.append(now - last)
                 last = now
-                if len(output.outputs[0].token_ids) == 20 and given is not None:
+                if len(output.outputs[0].token_ids) >= 20 and given is not None:
                     core.add_request("beside", own_prompts()[1], given.clone())
                     given, last = None, None  # what this process does is not the engine's
                 if output.finished and beside and answer is None:

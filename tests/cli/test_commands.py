@@ -23,7 +23,7 @@ from vllm_ext.cli.console import _clock, progress_on
 from vllm_ext.cli.main import app
 from vllm_ext.codecs.registry import CODECS
 from vllm_ext.doctor import environment
-from vllm_ext.doctor.environment import Check
+from vllm_ext.doctor.check import Check
 from vllm_ext.proposers.registry import METHODS
 from vllm_ext.samplers.registry import RULES
 

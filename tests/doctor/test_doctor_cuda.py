@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from vllm_ext.doctor import cuda as doctor_cuda
+from vllm_ext.doctor.check import Check
 from vllm_ext.doctor.cuda import Facts, Gpu
-from vllm_ext.doctor.environment import Check
 
 HOPPER = Gpu("NVIDIA H200", (9, 0), 139.8, 132)
 BLACKWELL = Gpu("NVIDIA B200", (10, 0), 178.4, 148)

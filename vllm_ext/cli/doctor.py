@@ -15,7 +15,7 @@ from vllm_ext.cli.console import errors_of, say, wrapped
 from vllm_ext.compat.vllm_log import hide_vllm_log
 
 if TYPE_CHECKING:
-    from vllm_ext.doctor.environment import Check
+    from vllm_ext.doctor.check import Check
 
 FIELDS = ("status", "what", "found", "way_out")  # of a check, as JSON
 SHOWN = 3  # warnings or failures of one kind; --verbose has all
@@ -70,7 +70,8 @@ def _verdict(found: Sequence[Check], vllm_files: Path | None) -> str:
 
 def _short(found: Sequence[Check]) -> list[Check]:
     """What fails and warns, a few of each kind, and of the rest what says most, in one line each."""
-    from vllm_ext.doctor.environment import VERSIONS, Check
+    from vllm_ext.doctor.check import Check
+    from vllm_ext.doctor.environment import VERSIONS
 
     lines = []
     versions = [f"{check.what} {check.found}" for check in found if check.what in VERSIONS]

@@ -9,12 +9,10 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
+from vllm_ext.doctor.check import Check
 from vllm_ext.proposers.level_budget import DEFAULT_NODES, LevelBudget, levels_of
-
-if TYPE_CHECKING:
-    from vllm_ext.doctor.environment import Check
 
 TREE_BACKENDS = ("FLASH_ATTN", "TRITON_ATTN")
 HEAD_SIZE = 128  # of the layer that vLLM is asked about; most models of 3B parameters and more have it
@@ -106,7 +104,6 @@ def checks(found: Facts, nodes: int = DEFAULT_NODES, most_rows: int = MOST_ROWS)
 
 
 def _gpus(gpus: Sequence[Gpu]) -> Iterator[Check]:
-    from vllm_ext.doctor.environment import Check
 
     if not gpus:
         shown = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -122,7 +119,6 @@ def _gpus(gpus: Sequence[Gpu]) -> Iterator[Check]:
 
 
 def _attention(found: Facts) -> Check:
-    from vllm_ext.doctor.environment import Check
 
     reasons = "; ".join(f"not {name}: {why}" for name, why in found.reasons.items())
     behind = f" ({reasons})" if reasons else ""
@@ -133,7 +129,6 @@ def _attention(found: Facts) -> Check:
 
 
 def _trees(found: Facts) -> Check:
-    from vllm_ext.doctor.environment import Check
 
     if found.batch_invariant:
         why = "VLLM_BATCH_INVARIANT=1, and how trees' keys are shared out depends on the batch"
@@ -150,7 +145,6 @@ def _trees(found: Facts) -> Check:
 
 
 def _graphs(found: Facts, nodes: int, most_rows: int) -> Check:
-    from vllm_ext.doctor.environment import Check
 
     what = "CUDA graphs"
     if found.runner == "V1" or found.backend not in TREE_BACKENDS:

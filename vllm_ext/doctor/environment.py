@@ -7,31 +7,18 @@ import os
 import platform
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from vllm_ext import __version__
 from vllm_ext.compat import cpu
 from vllm_ext.compat.python_version import MIN_PYTHON, PYTHON_WAY_OUT
+from vllm_ext.doctor.check import Check
 
 if TYPE_CHECKING:
     from vllm_ext.compat import hooks
-
-Status = Literal["ok", "warn", "fail"]
-
-
-@dataclass(frozen=True)
-class Check:
-    """One line of the report."""
-
-    status: Status
-    what: str
-    found: str
-    way_out: str = ""
-    short: str = ""  # what the short report says of it where it is fine; nothing: it is left out
 
 
 # What is lost where a symbol of a table is missing, and the way out beside another vLLM.

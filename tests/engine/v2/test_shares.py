@@ -14,6 +14,7 @@ pytest.importorskip("vllm")
 
 from vllm.config.compilation import CUDAGraphMode
 
+from vllm_ext.config import speculative
 from vllm_ext.engine import step_extras
 from vllm_ext.engine.v2.shares import are_shared, cut, problem
 
@@ -108,7 +109,7 @@ def test_other_steps_are_left_alone() -> None:
     ],
 )
 def test_who_shares(method: str, budget: str, ranks: int, reason: str | None) -> None:
-    settings: Any = SimpleNamespace(method=method, options=SimpleNamespace(budget=budget))
+    settings = speculative.parse({"method": method, "budget": budget})
     vllm_config = SimpleNamespace(parallel_config=SimpleNamespace(world_size=ranks, data_parallel_size=1))
     found = problem(vllm_config, settings)
     assert found is None if reason is None else reason in str(found)
@@ -129,7 +130,7 @@ def a_runner(**changes: Any) -> Any:
     runner: Any = object.__new__(
         type("Runner", (SpeculativeRunner,), {"_chain_reason": lambda _: parts["chains"]})
     )
-    settings = SimpleNamespace(method="suffix_tree", options=SimpleNamespace(budget=parts["budget"]))
+    settings = speculative.parse({"method": "suffix_tree", "budget": parts["budget"]})
     runner.device = SimpleNamespace(type=parts["device"])
     parallel = SimpleNamespace(world_size=1, data_parallel_size=1)
     runner.vllm_config = SimpleNamespace(parallel_config=parallel)

@@ -57,6 +57,7 @@ def report_command(
         Path | None,
         typer.Option("--html", help="Write a page with plots to this file. Needs the extra 'report'."),
     ] = None,
+    verbose: Annotated[bool, typer.Option("--verbose", help="Show vLLM's log.")] = False,
 ) -> None:
     """Measure what a KV cache holds, what it costs in quality and how fast it is, beside vLLM's own.
 
@@ -75,6 +76,9 @@ def report_command(
         for each in methods:
             kv_cache.parse(each)
         contexts = _numbers(decode_context)
+        from vllm_ext.bench.side_by_side import set_environment
+
+        set_environment(verbose)
         from vllm_ext.bench.kv_quality import Plan, measure
 
         plan = Plan(

@@ -154,7 +154,12 @@ def _text(path: Path, field: str) -> Iterator[Piece]:
         yield from _cut(iter(lambda: file.read(READ_CHARACTERS), ""))
 
 
-def _json_lines(path: Path, field: str) -> Iterator[Piece]:
+def json_lines(path: Path) -> Iterator[tuple[str, Any, int]]:
+    """The records of a .jsonl file: where each stands, for messages, the record, and how many bytes it has.
+
+    Raises:
+        RecordError: a line is no JSON.
+    """
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
             if not line.strip():
@@ -164,10 +169,25 @@ def _json_lines(path: Path, field: str) -> Iterator[Piece]:
                 record = json.loads(line)
             except (ValueError, RecursionError) as error:
                 raise RecordError(f"{where}: no JSON ({error}); correct or remove the line") from None
-            if not isinstance(record, dict) or field not in record:
-                fields = ", ".join(record) if isinstance(record, dict) else "none, it is no object"
-                raise RecordError(f"{where}: there is no field {field!r}; its fields: {fields}. Use --field")
-            yield from _documents(record[field], where, field, len(line))
+            yield where, record, len(line)
+
+
+def json_fields(path: Path, field: str) -> Iterator[tuple[str, Any, int]]:
+    """The same of one field of each record.
+
+    Raises:
+        RecordError: a line is no JSON, or has no such field.
+    """
+    for where, record, num_bytes in json_lines(path):
+        if not isinstance(record, dict) or field not in record:
+            fields = ", ".join(record) if isinstance(record, dict) else "none, it is no object"
+            raise RecordError(f"{where}: there is no field {field!r}; its fields: {fields}. Use --field")
+        yield where, record[field], num_bytes
+
+
+def _json_documents(path: Path, field: str) -> Iterator[Piece]:
+    for where, given, num_bytes in json_fields(path, field):
+        yield from _documents(given, where, field, num_bytes)
 
 
 def _parquet(path: Path, field: str) -> Iterator[Piece]:
@@ -221,4 +241,4 @@ def _cut(chunks: Iterator[str], counted: bool = True) -> Iterator[Piece]:
     yield Piece(rest, True, len(rest) * counted)
 
 
-READERS: dict[str, Callable[[Path, str], Iterator[Piece]]] = {".jsonl": _json_lines, ".parquet": _parquet}
+READERS: dict[str, Callable[[Path, str], Iterator[Piece]]] = {".jsonl": _json_documents, ".parquet": _parquet}

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +13,7 @@ import numpy as np
 
 from vllm_ext.data import model_files
 from vllm_ext.data.atomic_files import Progress, now
-from vllm_ext.data.documents import InputError
+from vllm_ext.data.documents import InputError, json_fields
 from vllm_ext.kernels import trie
 from vllm_ext.kernels.trie import NO_TOKEN, Int32
 from vllm_ext.samplers import trie_file
@@ -133,23 +132,12 @@ def _lines(path: Path) -> _Answers:
 
 
 def _records(path: Path, field: str) -> _Answers:
-    with path.open("rb") as file:
-        for number, line in enumerate(file, 1):
-            if not line.strip():
-                continue
-            where = f"{path}:{number}"
-            try:
-                record = json.loads(line)
-            except (ValueError, RecursionError) as error:
-                raise InputError(f"{where}: no JSON ({error}); correct or remove the line") from None
-            if not isinstance(record, dict) or field not in record:
-                fields = ", ".join(record) if isinstance(record, dict) else "none, it is no object"
-                raise InputError(f"{where}: there is no field {field!r}; its fields: {fields}. Use --field")
-            if not isinstance(record[field], str | list):
-                raise InputError(
-                    f"{where}: field {field!r} holds {record[field]!r:.80}; a string or a list of token ids is needed"
-                )
-            yield record[field], where, len(line)
+    for where, given, num_bytes in json_fields(path, field):
+        if not isinstance(given, str | list):
+            raise InputError(
+                f"{where}: field {field!r} holds {given!r:.80}; a string or a list of token ids is needed"
+            )
+        yield given, where, num_bytes
 
 
 def _ids(answer: list[Any], where: str, vocab_size: int) -> list[int]:

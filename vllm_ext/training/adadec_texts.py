@@ -3,14 +3,13 @@
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from vllm_ext.data.documents import InputError, Sources, find_files, read_pieces
+from vllm_ext.data.documents import InputError, Sources, find_files, json_lines, read_pieces
 
 PROMPTS = ("prompt", "complete_prompt")  # fields of .jsonl records, the first that is there
 COMPLETIONS = ("completion", "canonical_solution", "solution")
@@ -155,16 +154,8 @@ def _behind_prompt(record: _Record, begin: list[int], tokenizer: Any, context: i
 
 
 def _records(path: Path) -> Iterator[_Record]:
-    with path.open("rb") as file:
-        for number, line in enumerate(file, 1):
-            if not line.strip():
-                continue
-            where = f"{path}:{number}"
-            try:
-                record = json.loads(line)
-            except (ValueError, RecursionError) as error:
-                raise InputError(f"{where}: no JSON ({error}); correct or remove the line") from None
-            yield _Record(*(_field(record, names, where) for names in (PROMPTS, COMPLETIONS)))
+    for where, record, _ in json_lines(path):
+        yield _Record(*(_field(record, names, where) for names in (PROMPTS, COMPLETIONS)))
 
 
 def _field(record: Any, names: Sequence[str], where: str) -> str:

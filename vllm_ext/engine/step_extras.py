@@ -39,10 +39,13 @@ class StepExtras:
     )  # by request: a place in the output, the reason
 
 
+_NONE = StepExtras()
+
+
 def of(output: Any) -> StepExtras:
-    """Those of vLLM's output, to read."""
-    extras: StepExtras | None = getattr(output, ATTRIBUTE, None)
-    return StepExtras() if extras is None else extras
+    """Those of vLLM's output, to read; steps without any share one object."""
+    extras: StepExtras = getattr(output, ATTRIBUTE, _NONE)
+    return extras
 
 
 def set_of(output: Any) -> StepExtras:

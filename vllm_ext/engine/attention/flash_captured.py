@@ -6,11 +6,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
-from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend, FlashAttentionMetadataBuilder
 
 from vllm_ext.engine.attention import flash
-from vllm_ext.engine.attention.triton_captured import TreeTritonAttentionImpl
+from vllm_ext.engine.attention.triton_captured import InGraphs, TreeTritonAttentionImpl
 from vllm_ext.engine.tree_layers import takes_trees
 from vllm_ext.kernels.backends import Backend
 
@@ -26,19 +25,8 @@ class TreeFlashAttentionImpl(flash.TreeFlashAttentionImpl):
         return TreeTritonAttentionImpl.path_mover(layers)
 
 
-class TreeFlashAttentionMetadataBuilder(FlashAttentionMetadataBuilder):  # type: ignore[misc]
-    """In CUDA graphs where all requests have as many rows: of mixed steps a graph would not see which have trees.
-
-    Or where all have trees, if of a root alone: see `vllm_ext.engine.v2.shares`.
-    """
-
-    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
-
-    @classmethod
-    def get_varlen_cudagraph_max_query_len(cls, vllm_config: Any, kv_cache_spec: Any) -> int:
-        """Rows of the largest tree; vLLM asks where `TreeSpeculator.enable_adaptive_verification`."""
-        nodes: int = vllm_config.num_speculative_tokens
-        return 1 + nodes
+class TreeFlashAttentionMetadataBuilder(InGraphs, FlashAttentionMetadataBuilder):  # type: ignore[misc]
+    """See `InGraphs`."""
 
 
 @takes_trees

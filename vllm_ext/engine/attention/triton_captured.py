@@ -37,8 +37,10 @@ class TreeTritonAttentionImpl(triton.TreeTritonAttentionImpl):
         return move
 
 
-class TreeTritonAttentionMetadataBuilder(TritonAttentionMetadataBuilder):  # type: ignore[misc]
-    """In CUDA graphs where all requests have as many rows: of mixed steps a graph would not see which have trees.
+class InGraphs:
+    """Mixin in front of a stock metadata builder.
+
+    In CUDA graphs where all requests have as many rows: of mixed steps a graph would not see which have trees.
 
     Or where all have trees, if of a root alone: see `vllm_ext.engine.v2.shares`.
     """
@@ -50,6 +52,10 @@ class TreeTritonAttentionMetadataBuilder(TritonAttentionMetadataBuilder):  # typ
         """Rows of the largest tree; vLLM asks where `TreeSpeculator.enable_adaptive_verification`."""
         nodes: int = vllm_config.num_speculative_tokens
         return 1 + nodes
+
+
+class TreeTritonAttentionMetadataBuilder(InGraphs, TritonAttentionMetadataBuilder):  # type: ignore[misc]
+    """See `InGraphs`."""
 
 
 @takes_trees

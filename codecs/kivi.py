@@ -17,7 +17,7 @@ from vllm_ext.codecs.codes import CodesCodec, CodesOptions, split_last
 
 
 class KiviOptions(CodesOptions):
-    """Of a server."""
+    """Those of `codes`, as kivi has them."""
 
 
 class Kivi(CodesCodec):

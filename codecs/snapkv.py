@@ -15,7 +15,7 @@ from vllm_ext.codecs.selection import SelectingCodec, SelectionOptions
 
 
 class SnapKVOptions(SelectionOptions):
-    """Of a server."""
+    """Those of every codec that chooses blocks."""
 
 
 class SnapKV(SelectingCodec):

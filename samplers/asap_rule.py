@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rule asap: answers under a grammar that have the model's own law given that it obeys, better with each answer.
 
-What was learnt of a prompt under a grammar is shared by all its answers, and survives restarts where a folder is given
-for it; `asap.py` has the paper. It is the one rule that keeps what makes a difference: the law of an answer is that of
-what was seen before.
+What an answer teaches of a prompt under a grammar is shared by all its answers, and survives restarts where a folder is
+given for it; `asap.py` has the paper. It is the one rule that keeps what makes a difference: the law of an answer is
+that of what was seen before.
 """
 
 from __future__ import annotations

@@ -89,7 +89,7 @@ class Asked:
 
     @property
     def contradictions(self) -> list[str]:
-        """What is asked for that says what may come, or when to end, as a rule may do by itself."""
+        """Parameters of the request that say what may come, or when to end, as a rule may do by itself."""
         given = {
             "structured_outputs (response_format)": self.structured,
             "ignore_eos=True": self.ignores_end,

@@ -136,7 +136,7 @@ def read_requests() -> None:
 
     That is where they can refuse it with an HTTP 400. vLLM asks logits processors about a request's parameters alone,
     takes none of V1 next to its own speculation nor on its V2 runner, and knows no other place before the engine.
-    Where none of that is asked for, and for requests that are under none, all is as before.
+    Servers without any of these, and requests that use none, are as before.
     """
     from vllm.v1.engine.input_processor import InputProcessor
 

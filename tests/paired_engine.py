@@ -19,8 +19,8 @@ from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
 from vllm_ext.engine import paired_requests, step_extras
+from vllm_ext.engine.composed.parts import load
 from vllm_ext.engine.v1.paired_rows import Twins
-from vllm_ext.engine.v1.scheduler import RulesScheduler
 from vllm_ext.samplers.steering import Candidate, Pause
 
 BLOCK = 16
@@ -72,7 +72,8 @@ class Engine:
         config.cache_config.num_gpu_blocks = num_blocks
         spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=1, dtype=torch.float32)
         cache = KVCacheConfig(num_blocks, [], [KVCacheGroupSpec(["layer"], spec)])
-        self.scheduler: Any = RulesScheduler(config, cache, StructuredOutputManager(config), BLOCK)
+        scheduler_class = load(config.scheduler_config.scheduler_cls)
+        self.scheduler: Any = scheduler_class(config, cache, StructuredOutputManager(config), BLOCK)
         init_none_hash(sha256)
         self._hasher = get_request_block_hasher(BLOCK, sha256)
         self._chance = random.Random(seed)

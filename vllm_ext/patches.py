@@ -28,7 +28,7 @@ REPLACED = {
 # Mixins that `subclass_in_place` puts before the class of a finished object of vLLM's.
 SUBCLASSED = (
     "vllm_ext.engine.kv_cache.selection.SelectingRunner",
-    "vllm_ext.engine.v1.aux_logits.RuledRunner",
+    "vllm_ext.engine.v1.steering_runner.RuledRunner",
     "vllm_ext.engine.v1.model_runner.SpeculativeRunner",
     "vllm_ext.engine.v2.model_runner.SpeculativeRunner",
     "vllm_ext.engine.v2.model_state.TreeState",

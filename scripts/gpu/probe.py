@@ -234,15 +234,15 @@ class _Watch:
 
 def _remember_budgets() -> None:
     """A scheduler is made after its worker has loaded this file."""
-    from vllm_ext.engine.v2.scheduler import Budgeted
+    from vllm_ext.engine.scheduler.budget import Budget
 
-    make = Budgeted.__init__
+    make = Budget.__init__
 
     def making(self: Any, *args: Any, **kwargs: Any) -> None:
         make(self, *args, **kwargs)
         _budgets.append(self.budget)
 
-    Budgeted.__init__ = making  # type: ignore[method-assign]
+    Budget.__init__ = making  # type: ignore[method-assign]
 
 
 _budgets: list[Any] = []

@@ -24,8 +24,8 @@ from vllm.v1.sample.logits_processor import validate_logits_processors_parameter
 from vllm_ext.cli.main import app
 from vllm_ext.config import rules, runners
 from vllm_ext.data.model_files import ModelVocabulary
+from vllm_ext.engine.composed import scheduler, worker
 from vllm_ext.engine.v1 import logits_processor
-from vllm_ext.features import class_paths
 from vllm_ext.kernels import trie
 from vllm_ext.samplers import trie_file
 from vllm_ext.samplers.extract import SpanConstraint
@@ -212,20 +212,23 @@ def test_classes_of_the_users_own_next_to_rules_that_bring_theirs(
 
 def test_rules_that_report_or_learn_bring_their_classes(slice_dir: str, made: Path, tmp_path: Path) -> None:
     config = engine_config(slice_dir, {"rules": {"awrs": {}}})
-    assert config.parallel_config.worker_cls == class_paths.RULES_WORKER
-    assert config.scheduler_config.scheduler_cls == class_paths.RULES_SCHEDULER
+    assert config.parallel_config.worker_cls == worker.path_of(["Rules"])
+    reports = ["RuleReports", "FaultyRequests", "DeferredTokens"]
+    assert config.scheduler_config.scheduler_cls == scheduler.path_of(reports, ahead=False)
     config = engine_config(
         slice_dir, {"rules": {"awrs": {}}}, speculative_config={"method": "token_recycling"}
     )
-    assert config.parallel_config.worker_cls == class_paths.WORKER
+    assert config.parallel_config.worker_cls == worker.path_of(["Speculation", "Rules"])
     asap = {"asap": {"state_dir": str(tmp_path / "new")}}
     config = engine_config(slice_dir, {"rules": asap})
-    assert config.parallel_config.worker_cls == class_paths.RULES_WORKER
-    assert config.scheduler_config.scheduler_cls == class_paths.RULES_SCHEDULER  # grammars compile beside it
+    assert config.parallel_config.worker_cls == worker.path_of(["Rules"])
+    waits = ["FaultyRequests", "DeferredTokens"]  # grammars compile beside it
+    assert config.scheduler_config.scheduler_cls == scheduler.path_of(waits, ahead=False)
     assert (tmp_path / "new").is_dir()
     config = engine_config(slice_dir, {"rules": {"trie": {"files": {"short": str(made)}}}})
-    assert config.parallel_config.worker_cls == class_paths.RULES_WORKER  # it tells of rules that fail
-    assert config.scheduler_config.scheduler_cls.startswith("vllm_ext.engine.ended_requests.")
+    assert config.parallel_config.worker_cls == worker.path_of(["Rules"])  # it tells of rules that fail
+    ahead = config.scheduler_config.async_scheduling
+    assert config.scheduler_config.scheduler_cls == scheduler.path_of(["FaultyRequests"], ahead)
 
 
 def test_a_folder_that_cannot_be_written_to_is_refused(slice_dir: str, tmp_path: Path) -> None:

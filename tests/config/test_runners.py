@@ -17,6 +17,7 @@ from vllm.v1.executor import Executor as AnyExecutor
 from vllm_ext.config import refusals, runners
 from vllm_ext.config.speculative import parse
 from vllm_ext.doctor import environment
+from vllm_ext.engine.composed import scheduler, worker
 from vllm_ext.features import class_paths
 from vllm_ext.proposers.registry import METHODS, load_method
 
@@ -48,13 +49,13 @@ def test_on_v2_a_method_is_the_one_that_drafts_on_the_device(
     assert config.use_v2_model_runner
     assert config.speculative_config.method == class_paths.DEVICE_METHOD
     assert config.speculative_config.model == class_paths.DEVICE_DRAFTER
-    assert config.parallel_config.worker_cls == class_paths.V2_WORKER
+    assert config.parallel_config.worker_cls == worker.path_of(["V2Speculation"])
     assert config.parallel_config.distributed_executor_backend == class_paths.LEAVING_EXECUTOR
     assert AnyExecutor.get_class(config).supports_async_scheduling()
     schedule = config.speculative_config.num_speculative_tokens_per_batch_size
     assert [level for *_, level in schedule] == [12, 6, 3, 0]
-    assert config.scheduler_config.scheduler_cls == class_paths.V2_SCHEDULER
-    assert config.scheduler_config.get_scheduler_cls().__name__ == "BudgetScheduler"
+    assert config.scheduler_config.scheduler_cls == scheduler.path_of(["Budget"], ahead=False)
+    assert config.scheduler_config.get_scheduler_cls().__name__ == "Budget"
     fixed = made(model_dir, {**METHOD, "budget": "fixed"})
     assert fixed.speculative_config.num_speculative_tokens_per_batch_size is None
     assert fixed.scheduler_config.scheduler_cls is None
@@ -71,8 +72,8 @@ def test_methods_that_draft_on_the_host_run_on_v2_and_say_that_they_wait(
         config = made(model_dir, method)
     assert config.use_v2_model_runner
     assert config.speculative_config.method == class_paths.DEVICE_METHOD
-    assert config.parallel_config.worker_cls == class_paths.V2_WORKER
-    assert config.scheduler_config.scheduler_cls == class_paths.V2_SCHEDULER
+    assert config.parallel_config.worker_cls == worker.path_of(["V2Speculation"])
+    assert config.scheduler_config.scheduler_cls == scheduler.path_of(["Budget"], ahead=False)
     assert runners.WAITS in caplog.text
     caplog.clear()
     with caplog.at_level(logging.INFO, "vllm.vllm_ext"):

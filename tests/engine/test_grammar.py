@@ -18,6 +18,7 @@ from vllm.sampling_params import StructuredOutputsParams
 
 from vllm_ext import plugin
 from vllm_ext.engine import grammar as grammars
+from vllm_ext.engine.composed import scheduler
 from vllm_ext.engine.grammar import Grammar, Grammars
 from vllm_ext.proposers.base import Request, Sampling
 from vllm_ext.proposers.tree import DraftTree
@@ -199,7 +200,9 @@ def test_a_backend_is_named_as_vllm_names_it() -> None:
 
 def test_the_core_masks_where_the_worker_cannot_know(slice_dir: str) -> None:
     config = config_for(slice_dir)
-    assert config.scheduler_config.scheduler_cls == grammars.SCHEDULER_CLASS
+    assert config.scheduler_config.scheduler_cls == scheduler.path_of(
+        ["StructuredDrafts", "DraftCounts"], False
+    )
     config.structured_outputs_config.reasoning_parser = "qwen3"
     assert not grammars.in_worker(config)
     config.structured_outputs_config.enable_in_reasoning = True

@@ -63,7 +63,7 @@ def test_the_warning_of_custom_schedulers_is_left_out_of_ours_alone(log: list[st
     startup_log.trust_our_schedulers()
     its = logging.getLogger(CUSTOM_SCHEDULER[0])
     assert its.filters.count(startup_log._not_of_ours) == 1
-    for name in ("vllm_ext.engine.v1.scheduler.GrammarScheduler", "somebody.elses.Scheduler"):
+    for name in ("vllm_ext.engine.composed.scheduler.DraftCounts", "somebody.elses.Scheduler"):
         its.warning("Using custom scheduler class %s. And so on.", name)
     assert log == ["Using custom scheduler class somebody.elses.Scheduler. And so on."]
 

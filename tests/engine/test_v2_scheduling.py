@@ -131,12 +131,12 @@ def test_the_goodput_budget(
     v2_dir: str, v2_plain: Any, method: dict[str, Any], scheduled_ahead: bool
 ) -> None:
     """Whatever it chooses, the tokens are the same; it has tried all sizes, and graphs would be captured for them."""
-    from vllm_ext.engine.v2 import scheduler as v2_scheduler
+    from vllm_ext.engine.scheduler.budget import Budget
 
     make = make_ahead if scheduled_ahead else v2_engine
     llm = make(v2_dir, {**method, "budget": "goodput"})
     scheduler = llm.llm_engine.engine_core.engine_core.scheduler
-    assert isinstance(scheduler, v2_scheduler.Budgeted)
+    assert isinstance(scheduler, Budget)
     assert scheduler.budget.levels == [0, 2, 3, 6]
     texts = prompts(4, seed=14)
     kinds = [sampling(max_tokens=40), sampling(max_tokens=40, temperature=0.8, seed=2)] * 2

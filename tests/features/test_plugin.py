@@ -18,6 +18,7 @@ from vllm_ext.compat import hooks
 from vllm_ext.config import refusals
 from vllm_ext.config.runners import Choice
 from vllm_ext.engine import step_extras
+from vllm_ext.engine.composed import worker
 from vllm_ext.features import class_paths
 
 METHOD = {"method": "token_recycling", "num_speculative_tokens": 4, "matrix_width": 2}
@@ -36,7 +37,7 @@ def test_a_method_becomes_options_vllm_knows(model_dir: str) -> None:
         assert made.speculative_config.method == "custom_class"
         assert made.speculative_config.model == class_paths.DRAFTER
         assert made.speculative_config.num_speculative_tokens == 4
-        assert made.parallel_config.worker_cls == class_paths.WORKER
+        assert made.parallel_config.worker_cls == worker.path_of(["Speculation"])
         assert made.additional_config["mine"] == 1
         assert made.additional_config["vllm_ext"]["speculation"].items() > METHOD.items()
         assert args.speculative_config == METHOD

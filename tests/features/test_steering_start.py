@@ -16,7 +16,7 @@ from vllm.engine.arg_utils import EngineArgs
 
 from vllm_ext.cli.main import app
 from vllm_ext.config import rules
-from vllm_ext.features import class_paths
+from vllm_ext.engine.composed import scheduler, worker
 from vllm_ext.samplers import guide_file
 
 SELF = {"model": "self", "self_layers": 1}
@@ -122,10 +122,11 @@ def test_what_ends_start_up(
 
 def test_classes_that_they_bring(slice_dir: str) -> None:
     config = engine_config(slice_dir, {"dola": {}})
-    assert config.parallel_config.worker_cls == class_paths.RULES_WORKER
-    assert config.scheduler_config.scheduler_cls == class_paths.ENDING_SCHEDULER
+    assert config.parallel_config.worker_cls == worker.path_of(["Rules"])
+    assert config.scheduler_config.scheduler_cls == scheduler.path_of(["FaultyRequests"], ahead=False)
     config = engine_config(slice_dir, {"contrastive": SELF})
-    assert config.scheduler_config.scheduler_cls == class_paths.RULES_SCHEDULER
+    reads = ["CompanionBlocks", "FaultyRequests"]
+    assert config.scheduler_config.scheduler_cls == scheduler.path_of(reads, ahead=False)
     assert not config.scheduler_config.async_scheduling
 
 

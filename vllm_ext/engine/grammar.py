@@ -5,7 +5,7 @@ vLLM's engine core masks along the flat list of drafts and cuts off what is no l
 and it sees drafts only when they are made. So the worker compiles the grammar too, by vLLM's own backend, drafts what
 it allows (`proposers/under_grammar.py`), and masks the rows that the walk visits, each behind its own path. What is
 left to the core is what it does without speculation: rows of requests that have no drafts, and the end of a request.
-`scheduler.GrammarScheduler` is the other half of this agreement.
+`scheduler.structured_drafts` is the other half of this agreement.
 
 Not with a reasoning parser, which says where a grammar begins: there the core masks chains, as ever.
 """
@@ -19,12 +19,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from vllm_ext.engine.composed import scheduler
 from vllm_ext.kernels.token_mask import mask_rows
 from vllm_ext.proposers.base import Request
 from vllm_ext.proposers.tree import DraftTree
 from vllm_ext.proposers.under_grammar import under_grammar
 
-SCHEDULER_CLASS = "vllm_ext.engine.v1.scheduler.GrammarScheduler"
 # vLLM's names of its backends, by class.
 BACKENDS = {
     "XgrammarBackend": "xgrammar",
@@ -40,7 +40,7 @@ def in_worker(vllm_config: Any) -> bool:
     """Whether workers mask the rows of structured requests that have drafts; the scheduler asks the same."""
     structured = vllm_config.structured_outputs_config
     return bool(
-        vllm_config.scheduler_config.scheduler_cls == SCHEDULER_CLASS
+        scheduler.has(vllm_config, "StructuredDrafts")
         and (not structured.reasoning_parser or structured.enable_in_reasoning)
         and not vllm_config.model_config.skip_tokenizer_init
     )

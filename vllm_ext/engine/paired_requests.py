@@ -3,7 +3,7 @@
 
 A twin is a request of vLLM's own: its KV blocks, its cached prefixes, its rows in the same steps as its owner's. It is
 never heard of outside the engine. Three places know of it: the process that takes requests in makes its prompt (here),
-the scheduler adds it and ends it (`paired_scheduler`), and the worker gives it its owner's tokens (`aux_logits`).
+the scheduler adds it and ends it (`scheduler.paired`), and the worker gives it its owner's tokens (`steering_runner`).
 """
 
 from __future__ import annotations

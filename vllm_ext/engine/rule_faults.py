@@ -3,7 +3,7 @@
 
 A rule runs code of others: a grammar's compiler, an analysis, functions of the user's. Where it raises, rows of other
 requests get what they would have got alone; the request's own row is left with its end token, and the scheduler
-(`ended_requests`) ends the request with an error before anybody sees that token.
+(`scheduler.faulty_requests`) ends the request with an error before anybody sees that token.
 """
 
 from __future__ import annotations

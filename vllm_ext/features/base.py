@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -49,15 +49,20 @@ class Feature:
         """Fields of ``EngineArgs`` that are to differ. Where two features name one, the later feature's counts."""
         return {}
 
+    def worker_parts(self, asked: Asked) -> Sequence[str]:
+        """Of `engine.composed.worker`; where the user has named a worker of their own, it stays."""
+        return ()
+
+    def scheduler_parts(self, vllm_config: Any, asked: Asked) -> Sequence[str]:
+        """Of `engine.composed.scheduler`; where the user has named a scheduler of their own, it stays."""
+        return ()
+
     def settings(self, asked: Asked) -> dict[str, Any]:
         """Under ``additional_config["vllm_ext"]``, which the engine's processes read."""
         return {}
 
     def check(self, vllm_config: Any, asked: Asked) -> None:
         """What only the finished configuration tells; then patches, classes and log lines."""
-
-    def finish(self, vllm_config: Any, asked: Asked) -> None:
-        """Once all are checked."""
 
 
 def vocabulary(vllm_config: Any) -> tuple[int, Callable[[], str]]:

@@ -13,6 +13,7 @@ from vllm_ext import patches
 from vllm_ext.compat import compilers, hooks
 from vllm_ext.config import runners, speculative
 from vllm_ext.engine import startup_log
+from vllm_ext.engine.composed import scheduler, worker
 from vllm_ext.engine.state import state_file
 from vllm_ext.features import class_paths
 from vllm_ext.features.base import Asked, Feature
@@ -23,7 +24,7 @@ from vllm_ext.features.structured_outputs import StructuredOutputs
 
 logger = init_logger("vllm.vllm_ext")
 
-# A later one's worker and scheduler do all that an earlier one's do, and know what it has parsed.
+# A later one knows what an earlier one has parsed.
 FEATURES: tuple[Feature, ...] = (KVCache(), StructuredOutputs(), Rules(), Speculation())
 
 
@@ -47,9 +48,13 @@ def create_engine_config(original: Any, args: Any, *more: Any, **options: Any) -
         feature.refuse(args, asked)
     rewritten: dict[str, Any] = {}
     settings: dict[str, Any] = {}
+    parts: list[str] = []
     for feature in FEATURES:
         rewritten |= feature.options(args, asked)
         settings |= feature.settings(asked)
+        parts += feature.worker_parts(asked)
+    if parts and args.worker_cls == "auto":
+        rewritten["worker_cls"] = worker.path_of(parts)
     if settings:
         rewritten["additional_config"] = {
             **(args.additional_config or {}),
@@ -67,8 +72,10 @@ def create_engine_config(original: Any, args: Any, *more: Any, **options: Any) -
             setattr(args, name, value)
     for feature in FEATURES:
         feature.check(vllm_config, asked)
-    for feature in FEATURES:
-        feature.finish(vllm_config, asked)
+    parts = [part for feature in FEATURES for part in feature.scheduler_parts(vllm_config, asked)]
+    chosen = vllm_config.scheduler_config
+    if parts and chosen.scheduler_cls is None:
+        chosen.scheduler_cls = scheduler.path_of(parts, ahead=chosen.async_scheduling)
     _finish(vllm_config, asked, "worker_cls" in rewritten)
     return vllm_config
 

@@ -3,13 +3,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from vllm.logger import init_logger
 
 from vllm_ext import __version__
 from vllm_ext.config import kv_cache
-from vllm_ext.features import class_paths
 from vllm_ext.features.base import Asked, Feature
 
 logger = init_logger("vllm.vllm_ext")
@@ -29,10 +29,9 @@ class KVCache(Feature):
     def options(self, args: Any, asked: Asked) -> dict[str, Any]:
         if asked.kv is None:
             return {}
-        options: dict[str, Any] = {"worker_cls": class_paths.KV_WORKER}
+        options: dict[str, Any] = {}
         if asked.kv.answers_read_less:
-            options["scheduler_cls"] = class_paths.RULES_SCHEDULER
-            options["async_scheduling"] = False  # vLLM's scheduler for that is another
+            options["async_scheduling"] = False  # blocks that a step scheduled ahead reads cannot be freed
         if args.block_size is None:
             options["block_size"] = asked.kv.block_size
         if not asked.kv.caches_prefixes:
@@ -41,6 +40,12 @@ class KVCache(Feature):
                 "vllm-ext: no prefix caching: KV method %s changes blocks that are full", asked.kv.method
             )
         return options
+
+    def worker_parts(self, asked: Asked) -> Sequence[str]:
+        return () if asked.kv is None else ("EncodedCache",)
+
+    def scheduler_parts(self, vllm_config: Any, asked: Asked) -> Sequence[str]:
+        return ("EvictedBlocks",) if asked.kv is not None and asked.kv.answers_read_less else ()
 
     def check(self, vllm_config: Any, asked: Asked) -> None:
         if asked.kv is not None:

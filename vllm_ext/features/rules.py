@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 from vllm.logger import init_logger
@@ -15,7 +16,6 @@ from vllm_ext.data import steering_artifacts
 from vllm_ext.engine import paired_requests
 from vllm_ext.engine.models import second_model
 from vllm_ext.engine.state import state_file
-from vllm_ext.features import class_paths
 from vllm_ext.features.base import Asked, Feature, vocabulary
 
 logger = init_logger("vllm.vllm_ext")
@@ -48,15 +48,30 @@ class Rules(Feature):
             return {}
         processors = [*(args.logits_processors or ()), _processor_of(ruled, asked.on_v2)]
         options: dict[str, Any] = {"logits_processors": processors}
-        if ruled.reports or ruled.learns or ruled.steers:
-            options["worker_cls"] = class_paths.RULES_WORKER
-        elif args.worker_cls == "auto":
-            options["worker_cls"] = class_paths.V2_RULES_WORKER if asked.on_v2 else class_paths.RULES_WORKER
         may_wait = not asked.on_v2 and args.scheduler_cls is None and not args.async_scheduling
         if ruled.schedules or (ruled.waits and may_wait):
-            options["scheduler_cls"] = class_paths.RULES_SCHEDULER
-            options["async_scheduling"] = False  # vLLM's scheduler for that is another
+            options["async_scheduling"] = False  # a token cannot be deferred once the next step is scheduled
         return options
+
+    def worker_parts(self, asked: Asked) -> Sequence[str]:
+        if asked.rules is None:
+            return ()
+        return ("V2Rules",) if asked.on_v2 else ("Rules",)
+
+    def scheduler_parts(self, vllm_config: Any, asked: Asked) -> Sequence[str]:
+        ruled = asked.rules
+        if ruled is None:
+            return ()
+        waits = ruled.waits and not asked.on_v2 and not vllm_config.scheduler_config.async_scheduling
+        parts = {
+            "FaultyRequests": True,
+            "RuleReports": ruled.reports,
+            "CompanionBlocks": ruled.companion is not None,
+            "PairedRequests": ruled.twins,
+            "LookaheadRequests": ruled.pauses,
+            "DeferredTokens": waits,
+        }
+        return [name for name, wanted in parts.items() if wanted]
 
     def settings(self, asked: Asked) -> dict[str, Any]:
         return {} if asked.rules is None else {speculative.RULES: json.loads(asked.rules.as_json)}
@@ -80,14 +95,6 @@ class Rules(Feature):
             patches.read_requests()
             paired_requests.load_pieces(vllm_config)
         logger.info("vllm-ext %s: sampling rules %s", __version__, ruled.as_json)
-
-    def finish(self, vllm_config: Any, asked: Asked) -> None:
-        scheduler = vllm_config.scheduler_config
-        if asked.rules is not None and scheduler.scheduler_cls is None:
-            ahead = scheduler.async_scheduling
-            scheduler.scheduler_cls = (
-                class_paths.ENDING_ASYNC_SCHEDULER if ahead else class_paths.ENDING_SCHEDULER
-            )
 
 
 def _processor_of(ruled: RuleSettings, on_v2: bool) -> str:

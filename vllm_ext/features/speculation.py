@@ -7,6 +7,7 @@ its V1 runner ``custom_class``; for V2, which has no such, the smallest that it 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from vllm.logger import init_logger
@@ -14,7 +15,6 @@ from vllm.logger import init_logger
 from vllm_ext import __version__, patches
 from vllm_ext.config import refusals, runners, speculative
 from vllm_ext.config.speculative import Settings
-from vllm_ext.engine import grammar
 from vllm_ext.engine.models import layer_slices, second_model
 from vllm_ext.engine.state import state_file
 from vllm_ext.features import class_paths
@@ -62,7 +62,21 @@ class Speculation(Feature):
     def options(self, args: Any, asked: Asked) -> dict[str, Any]:
         if asked.method is None:
             return {}
-        return _on_device(args, asked.method) if asked.on_v2 else _custom_class(args, asked.method)
+        return _on_device(args, asked.method) if asked.on_v2 else _custom_class(asked.method)
+
+    def worker_parts(self, asked: Asked) -> Sequence[str]:
+        if asked.method is None:
+            return ()
+        return ("V2Speculation",) if asked.on_v2 else ("Speculation",)
+
+    def scheduler_parts(self, vllm_config: Any, asked: Asked) -> Sequence[str]:
+        if asked.method is None:
+            return ()
+        if asked.on_v2:
+            chosen = vllm_config.speculative_config.num_speculative_tokens_per_batch_size is not None
+            return ("Budget",) if chosen else ()
+        passes = isinstance(asked.method.options, PassOptions)
+        return "DraftCounts", "DraftSlots" if passes else "StructuredDrafts"
 
     def settings(self, asked: Asked) -> dict[str, Any]:
         return {} if asked.method is None else {speculative.SPECULATION: asked.method.to_additional_config()}
@@ -82,11 +96,8 @@ class Speculation(Feature):
         parallel = vllm_config.parallel_config
         if not asked.on_v2 and parallel.distributed_executor_backend == "mp":
             parallel.distributed_executor_backend = class_paths.EXECUTOR
-        if vllm_config.speculative_config.num_speculative_tokens_per_batch_size is not None:
-            ahead = vllm_config.scheduler_config.async_scheduling
-            scheduler_class = class_paths.V2_ASYNC_SCHEDULER if ahead else class_paths.V2_SCHEDULER
-            vllm_config.scheduler_config.scheduler_cls = scheduler_class
-        elif asked.on_v2 and settings.options.budget != "fixed":
+        chosen = vllm_config.speculative_config.num_speculative_tokens_per_batch_size is not None
+        if asked.on_v2 and settings.options.budget != "fixed" and not chosen:
             logger.warning(
                 "vllm-ext: budget=%r has no effect with data_parallel_size=%d on the V2 model runner: ranks must have "
                 "equally many drafts. Each step verifies num_speculative_tokens=%d.",
@@ -118,28 +129,18 @@ def _on_device(args: Any, settings: Settings) -> dict[str, Any]:
     if settings.options.budget != "fixed":
         most = args.max_num_seqs or MANY_REQUESTS
         speculative_config["num_speculative_tokens_per_batch_size"] = level_budget.by_batch_size(nodes, most)
-    return {
-        "speculative_config": speculative_config,
-        "spec_tokens": None,
-        "worker_cls": class_paths.V2_WORKER,
-    }
+    return {"speculative_config": speculative_config, "spec_tokens": None}
 
 
-def _custom_class(args: Any, settings: Settings) -> dict[str, Any]:
+def _custom_class(settings: Settings) -> dict[str, Any]:
     """The engine's own options that make its V1 runner run a method of ours."""
-    options = {
+    return {
         "speculative_config": {
             "method": "custom_class",
             "model": class_paths.DRAFTER,
             "num_speculative_tokens": settings.options.num_speculative_tokens,
         },
         "spec_tokens": None,
-        "worker_cls": class_paths.WORKER,
         # custom_class rules it out; set, it spares the user vLLM's warning about a method they did not name.
         "async_scheduling": False,
     }
-    if isinstance(settings.options, PassOptions):
-        options["scheduler_cls"] = class_paths.SCHEDULER
-    elif args.scheduler_cls is None:
-        options["scheduler_cls"] = grammar.SCHEDULER_CLASS
-    return options

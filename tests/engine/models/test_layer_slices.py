@@ -14,8 +14,8 @@ pytest.importorskip("vllm")
 import torch
 from vllm.engine.arg_utils import EngineArgs
 
+from vllm_ext.engine.composed import scheduler
 from vllm_ext.engine.models import exit_heads
-from vllm_ext.features import class_paths
 
 
 def config_for(model_dir: str, method: dict[str, Any], **options: Any) -> Any:
@@ -26,7 +26,9 @@ def config_for(model_dir: str, method: dict[str, Any], **options: Any) -> Any:
 
 @pytest.mark.parametrize("method", ["layerskip", "del", "unified_skip"])
 def test_drafts_have_slots(model_dir: str, method: str) -> None:
-    assert config_for(model_dir, {"method": method}).scheduler_config.scheduler_cls == class_paths.SCHEDULER
+    assert config_for(model_dir, {"method": method}).scheduler_config.scheduler_cls == scheduler.path_of(
+        ["DraftSlots", "DraftCounts"], ahead=False
+    )
 
 
 @pytest.mark.parametrize(

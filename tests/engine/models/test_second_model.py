@@ -17,8 +17,8 @@ pytest.importorskip("vllm")
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.layers.linear import LinearBase
 
+from vllm_ext.engine.composed import scheduler
 from vllm_ext.engine.models import second_model
-from vllm_ext.features import class_paths
 from vllm_ext.proposers.draft_model import DraftModelOptions
 
 
@@ -34,7 +34,9 @@ def config_for(model_dir: str, method: dict[str, Any], **options: Any) -> Any:
 
 def test_a_slice_of_the_target(model_dir: str) -> None:
     made = config_for(model_dir, {"model": "self"})
-    assert made.scheduler_config.scheduler_cls == class_paths.SCHEDULER
+    assert made.scheduler_config.scheduler_cls == scheduler.path_of(
+        ["DraftSlots", "DraftCounts"], ahead=False
+    )
     for layers, expected in ((None, 7), (3, 3), (30, 30)):
         options = DraftModelOptions(model="self", self_layers=layers)
         draft = second_model.second_model_config(made, options)

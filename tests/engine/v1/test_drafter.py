@@ -17,6 +17,8 @@ import torch
 pytest.importorskip("vllm")
 
 from vllm_ext.config import speculative
+from vllm_ext.engine.composed import parts
+from vllm_ext.engine.composed import worker as worker_parts
 from vllm_ext.engine.paired_requests import OWNER
 from vllm_ext.engine.tree_layout import StepTrees
 from vllm_ext.engine.v1.drafter import Drafter
@@ -156,7 +158,11 @@ class Runner:
         # vLLM's buffer is longer than the batch.
         self.query_start_loc = SimpleNamespace(np=np.array([*ends, *[ends[-1]] * 3], dtype=np.int32))
         self.step_started = 0.0
-        self.twins: Twins | None = None
+        self.twins = Twins()
+        self.pairs: list[tuple[int, int]] = []
+
+    def is_pair(self, request_id: str) -> bool:
+        return request_id in self.twins
 
 
 def step(
@@ -224,9 +230,9 @@ def test_rows_of_a_mixed_batch(drafter: Drafter, recorder: Recorder) -> None:
 def test_a_twin_is_given_its_owners_drafts(drafter: Drafter, recorder: Recorder) -> None:
     """Its tokens are its owner's: counted once, learnt from once, and nothing is drafted for it."""
     runner = Runner({"a": ([1, 3], [4, 5, 6], params()), "a's": ([3], [4, 5, 6], params())}, [[4, 5], [4, 5]])
-    runner.twins = Twins()
     runner.twins.admit("a's", SimpleNamespace(extra_args={OWNER: "a"}))
     runner.twins.begin({"a": 0, "a's": 1}, [0, 2, 4], [True, True])
+    runner.pairs = runner.twins.pairs
     assert step(drafter, runner, [1, 1], [[5, 6], [5, 6]]) == [[7, 8, 9], [7, 8, 9]]
     assert drafter.proposed["a's"] is drafter.proposed["a"]
     assert [request.request_id for request in recorder.requests] == ["a"]
@@ -639,11 +645,11 @@ def test_all_ranks_take_over_what_rank_0_has_read(
 
 @pytest.mark.parametrize("runner", [None, SimpleNamespace(), SimpleNamespace(drafter=None)])
 def test_a_worker_that_never_started_shuts_down(runner: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from vllm_ext.engine.v1 import worker as v1_worker
+    from vllm.v1.worker.cpu_worker import CPUWorker
 
     ended = []
-    monkeypatch.setattr("vllm_ext.engine.v1.worker.PlatformWorker.shutdown", lambda self: ended.append(self))
-    worker = object.__new__(v1_worker.Worker)
+    monkeypatch.setattr(CPUWorker, "shutdown", lambda self: ended.append(self))
+    worker = object.__new__(parts.load(worker_parts.path_of(["Speculation", "Rules", "EncodedCache"])))
     if runner is not None:
         worker.model_runner = runner
     worker.shutdown()

@@ -2,7 +2,7 @@
 """What rows of an encoded KV cache read, by what the rows before them have attended to, in vLLM's V1 runner.
 
 The worker chooses (`vllm_ext.codecs.selection`), and masks what it has dropped from the next step on; what it has
-chosen goes to the scheduler with the step's tokens (`scheduler.RulesScheduler`), whose manager frees the blocks when
+chosen goes to the scheduler with the step's tokens (`scheduler.evicted_blocks`), whose manager frees the blocks when
 it plans that step. So no block is given away that anybody still reads. Ranks that share the heads add up what these
 attend to, and choose the same.
 """

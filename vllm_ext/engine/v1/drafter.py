@@ -156,11 +156,9 @@ class Drafter:
             By batch index, the draft tokens of the next step.
         """
         drafts: list[list[int]] = [[] for _ in sampled]
-        names, twins = runner.input_batch.req_ids, runner.twins
-        # Twins are given their owners' tokens and drafts: nobody counts those, learns from them or drafts them again.
-        own = sampled
-        if twins is not None:
-            own = [[] if name in twins else tokens for name, tokens in zip(names, sampled, strict=True)]
+        names = runner.input_batch.req_ids
+        # Pairs get their primaries' tokens and drafts: nobody counts those, learns from them or drafts them again.
+        own = [[] if runner.is_pair(name) else tokens for name, tokens in zip(names, sampled, strict=True)]
         # What follows an end token never reaches the output: nobody counts it, learns from it or hands it on.
         kept = [
             sampling_params.num_kept(runner.requests[request_id].sampling_params, tokens)
@@ -188,9 +186,9 @@ class Drafter:
                 # Whole, not cut: other ranks' clocks may have chosen other sizes, and rank 0's is scheduled.
                 self.proposed[request.request_id] = tree
                 drafts[slot] = tree.tokens[:size].tolist()
-            for owner, twin in [] if twins is None else twins.pairs:
-                drafts[twin] = drafts[owner]
-                self.proposed[names[twin]] = self.proposed.get(names[owner], DraftTree.empty())
+            for primary, pair in runner.pairs:
+                drafts[pair] = drafts[primary]
+                self.proposed[names[pair]] = self.proposed.get(names[primary], DraftTree.empty())
         except Exception:
             # A drafter's fault costs speed, never a request.
             self._fault("drafting failed; this step goes on without drafts")

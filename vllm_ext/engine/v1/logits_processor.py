@@ -22,6 +22,7 @@ from vllm_ext.config import rules
 from vllm_ext.config.rules import RuleSettings
 from vllm_ext.data.model_files import ModelVocabulary
 from vllm_ext.engine import rule_faults, rule_requests
+from vllm_ext.engine.composed import scheduler
 from vllm_ext.engine.rule_requests import Configured
 from vllm_ext.engine.state.keeper import Memory
 from vllm_ext.samplers.base import LearningRule, Row, Rule
@@ -57,8 +58,7 @@ class RuleProcessor(LogitsProcessor):  # type: ignore[misc]  # vLLM is untyped t
     @staticmethod
     def can_wait(vllm_config: Any) -> bool:
         """Whether the engine's scheduler lets rows come again."""
-        scheduler = vllm_config.scheduler_config.scheduler_cls
-        return isinstance(scheduler, str) and scheduler.startswith("vllm_ext.engine.v1.scheduler.")
+        return scheduler.has(vllm_config, "DeferredTokens")
 
     @property
     def is_idle(self) -> bool:

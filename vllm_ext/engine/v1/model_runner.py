@@ -37,10 +37,10 @@ from vllm_ext.engine.kv_cache.encoded_rows import EncodedMetadata
 from vllm_ext.engine.models import cpu_linear
 from vllm_ext.engine.tree_layout import StepTrees
 from vllm_ext.engine.v1 import calibration
-from vllm_ext.engine.v1.aux_logits import RuledRunner
 from vllm_ext.engine.v1.drafter import Drafter
 from vllm_ext.engine.v1.rejection_sampler import TreeSampler
 from vllm_ext.engine.v1.row_states import RowStates, sample_rows_alone
+from vllm_ext.engine.v1.undrawn_noise import UndrawnNoise
 from vllm_ext.kernels.tree_attention import TreeRows
 from vllm_ext.proposers.step_cost import StepCost
 from vllm_ext.proposers.tree import Int32
@@ -51,7 +51,7 @@ logger = init_logger("vllm.vllm_ext")
 CALIBRATED_STEPS, DISTURBED_STEPS = 4.0, 0.5
 
 
-class SpeculativeRunner(RuledRunner):
+class SpeculativeRunner(UndrawnNoise):
     """Mixin in front of vLLM's V1 runner class of any platform."""
 
     # vLLM's.
@@ -152,11 +152,11 @@ class SpeculativeRunner(RuledRunner):
             self.drafter.model_drafts.passes.begin_step(scheduler_output)
         for request in scheduler_output.scheduled_new_reqs:
             self.drafter.constraints.start(request.req_id, request.sampling_params)
-        return super().execute_model(scheduler_output, *args, **kwargs)
+        return super().execute_model(scheduler_output, *args, **kwargs)  # type: ignore[misc]
 
     def _prepare_inputs(self, scheduler_output: Any, num_scheduled_tokens: Any) -> Any:
         """vLLM's inputs, with the rotary positions of tree nodes. Slots stay those of the flat list."""
-        result = super()._prepare_inputs(scheduler_output, num_scheduled_tokens)
+        result = super()._prepare_inputs(scheduler_output, num_scheduled_tokens)  # type: ignore[misc]
         runner: Any = self
         num_requests = self.input_batch.num_reqs
         trees = StepTrees.from_step(
@@ -229,7 +229,7 @@ class SpeculativeRunner(RuledRunner):
             hidden = early_exit.verify(self.input_batch.req_ids, trees, positions)
             if hidden is not None:
                 return hidden
-        return super()._model_forward(input_ids, positions, *args, **kwargs)
+        return super()._model_forward(input_ids, positions, *args, **kwargs)  # type: ignore[misc]
 
     def _tree_metadata(
         self, trees: StepTrees, ours: Any, group: Any, metadata: Any, common: Any
@@ -301,11 +301,11 @@ class SpeculativeRunner(RuledRunner):
 
     def _sample(self, logits: Any, spec_decode_metadata: Any) -> Any:
         """Walk the trees, then make the KV cache what it would be had the accepted path been a chain."""
-        result = super()._sample(logits, spec_decode_metadata)
+        result = super()._sample(logits, spec_decode_metadata)  # type: ignore[misc]
         trees = self.step_trees
-        if trees is not None and self.twins is not None:
-            for owner, twin in self.twins.pairs:
-                trees.accepted[twin] = trees.accepted[owner]
+        if trees is not None:
+            for primary, pair in self.pairs:
+                trees.accepted[pair] = trees.accepted[primary]
         if trees is not None and trees.branching:
             source, target = trees.moves()
             if len(source):
@@ -358,7 +358,7 @@ class SpeculativeRunner(RuledRunner):
         return True
 
     def _on_request_state_removed(self, req_id: str, req_state: Any) -> None:
-        super()._on_request_state_removed(req_id, req_state)
+        super()._on_request_state_removed(req_id, req_state)  # type: ignore[misc]
         self.drafter.finish(req_id, 0 if req_state is None else len(req_state.output_token_ids))
 
     @property

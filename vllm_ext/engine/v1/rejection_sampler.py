@@ -46,8 +46,8 @@ class TreeSampler(RejectionSampler):  # type: ignore[misc]  # vLLM is untyped to
             return super().forward(metadata, draft_probs, logits, sampling_metadata)
         if trees.has_no_drafts:
             return self._without_drafts(trees, logits, sampling_metadata)
-        for _, twin in self.runner.twins.pairs if self.runner.twins is not None else ():
-            trees.drawn.pop(twin, None)
+        for _, pair in self.runner.pairs:
+            trees.drawn.pop(pair, None)
         logprobs = None
         masks = self.runner.drafter.constraints.masks(self.runner, trees)
         if _is_plain_greedy(sampling_metadata):
@@ -172,7 +172,7 @@ class _Rounds:
             self._masks.apply(logits, requests, emitted)
         if self._runner.beside is not None:
             self._runner.beside.call(index.to(self._logits.device))
-        noise = self._runner.noise(requests)
+        noise = self._runner.noise(requests) if self._runner.may_pause else {}
         output = self._sampler(logits=logits, sampling_metadata=metadata)
         if output.logprobs_tensors is not None:
             self._parts.append((list(requests), output.logprobs_tensors))

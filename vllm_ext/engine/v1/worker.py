@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Subclasses of vLLM's worker for this platform.
-
-`KVWorker` encodes the KV cache; `RulesWorker` also sends what sampling rules report and learn; `Worker` also installs
-our model runner.
-"""
+"""Parts of the worker on the V1 runner: mixins in front of vLLM's for this platform (`engine.composed.worker`)."""
 
 from __future__ import annotations
 
@@ -11,7 +7,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from vllm.logger import init_logger
-from vllm.platforms import current_platform
 
 from vllm_ext import patches
 from vllm_ext.compat import hooks, hooks_v1
@@ -22,48 +17,28 @@ from vllm_ext.engine.counter_file import WorkerCounts
 from vllm_ext.engine.models import cpu_linear
 from vllm_ext.engine.startup_log import MIN_P, Started, without
 from vllm_ext.engine.state.keeper import Memory
-from vllm_ext.engine.v1 import aux_logits, logits_processor, model_runner
+from vllm_ext.engine.v1 import logits_processor, model_runner, steering_runner
 from vllm_ext.engine.v1.drafter import Drafter
-
-if current_platform.is_cpu():
-    from vllm.v1.worker.cpu_worker import CPUWorker as PlatformWorker
-else:
-    from vllm.v1.worker.gpu_worker import Worker as PlatformWorker
 
 logger = init_logger("vllm.vllm_ext")
 
 
-class KVWorker(PlatformWorker):  # type: ignore[misc]  # vLLM is untyped to us
-    """Named in ``worker_cls`` where the KV cache is encoded; the others are as vLLM's where it is not."""
+class WorkerPart:
+    """What every part does: it refuses a vLLM that has moved, logs what is served, and ends the process at once."""
+
+    # vLLM's.
+    vllm_config: Any
+    model_runner: Any
 
     def init_device(self) -> None:
-        """Refuse a vLLM that has moved before any model is loaded."""
+        """vLLM's; before it any model could be loaded for nothing."""
         process_exit.watch()
         hooks.check_hooks(hooks_v1.HOOKS)
-        if kv_cache.from_config(self.vllm_config) is not None:
-            from vllm_ext.engine.kv_cache import encoded_cache
-
-            encoded_cache.register()
-        super().init_device()
-        if kv_cache.from_config(self.vllm_config) is not None:
-            from vllm_ext.engine.kv_cache import selection
-
-            codec = selection.codec_of(self.vllm_config)
-            if codec is not None:
-                selection.install(self.model_runner, codec)
-
-    def get_kv_cache_spec(self) -> Any:
-        """vLLM's: what the layers' caches are like."""
-        specs = super().get_kv_cache_spec()
-        if kv_cache.from_config(self.vllm_config) is None:
-            return specs
-        from vllm_ext.engine.kv_cache import encoded_cache
-
-        return encoded_cache.encoded_specs(self.vllm_config, specs)
+        super().init_device()  # type: ignore[misc]
 
     def compile_or_warm_up_model(self) -> Any:
         """vLLM's last step before serving; then the log says what is served."""
-        times = super().compile_or_warm_up_model()
+        times = super().compile_or_warm_up_model()  # type: ignore[misc]
         self.make_ready()
         if self.vllm_config.parallel_config.rank == 0:
             logger.info("%s", self.started())
@@ -79,9 +54,33 @@ class KVWorker(PlatformWorker):  # type: ignore[misc]  # vLLM is untyped to us
             rules=() if ruled is None else list(ruled.options), kv=None if kv is None else kv.method
         )
 
+    def shutdown(self) -> None:
+        """vLLM's. Also called when start-up has failed, at any point of it."""
+        super().shutdown()  # type: ignore[misc]
+        process_exit.may_leave()
 
-class RulesWorker(KVWorker):
-    """Named in ``worker_cls`` where there are rules: one may report, learn, read more than logits, or fail."""
+
+class EncodedCache(WorkerPart):
+    """Encodes the KV cache, or evicts from it."""
+
+    def init_device(self) -> None:
+        from vllm_ext.engine.kv_cache import encoded_cache, selection
+
+        encoded_cache.register()
+        super().init_device()
+        codec = selection.codec_of(self.vllm_config)
+        if codec is not None:
+            selection.install(self.model_runner, codec)
+
+    def get_kv_cache_spec(self) -> Any:
+        """vLLM's: what the layers' caches are like."""
+        from vllm_ext.engine.kv_cache import encoded_cache
+
+        return encoded_cache.encoded_specs(self.vllm_config, super().get_kv_cache_spec())  # type: ignore[misc]
+
+
+class Rules(WorkerPart):
+    """Rules may report, learn, read more than logits, or fail."""
 
     _memories: Sequence[Memory] = ()
     _counts: WorkerCounts | None = None  # without a method of ours, of the first rank
@@ -90,17 +89,17 @@ class RulesWorker(KVWorker):
     def init_device(self) -> None:
         """vLLM's; its runner then knows of what rules read."""
         super().init_device()
-        aux_logits.install(self.model_runner)
+        steering_runner.install(self.model_runner)
 
     def load_model(self, *args: Any, **kwargs: Any) -> Any:
         """vLLM's; then rules take over what they had learnt, and what they read is made."""
-        result = super().load_model(*args, **kwargs)
+        result = super().load_model(*args, **kwargs)  # type: ignore[misc]
         settings = rules.of_vllm_config(self.vllm_config)
-        if settings is not None:
-            if settings.learns:
-                self._memories = logits_processor.remember(self.vllm_config, self._counter())
-            self._reports = settings.reports
-            self.model_runner.read_beside(settings)
+        assert settings is not None
+        if settings.learns:
+            self._memories = logits_processor.remember(self.vllm_config, self._counter())
+        self._reports = settings.reports
+        self.model_runner.read_beside(settings)
         return result
 
     def _counter(self) -> Callable[[str], None]:
@@ -120,20 +119,20 @@ class RulesWorker(KVWorker):
 
     def sample_tokens(self, grammar_output: Any) -> Any:
         """vLLM's; what rules have noted goes with the tokens."""
-        output = super().sample_tokens(grammar_output)
+        output = super().sample_tokens(grammar_output)  # type: ignore[misc]
+        if output is None:
+            return None
         runner = self.model_runner
-        if runner.may_pause and output is not None:
+        processors, names = runner.input_batch.logitsprocs, runner.input_batch.req_ids
+        if runner.may_pause:
             step_extras.set_of(output).pauses = runner.pauses
-        if self._reports and output is not None:
-            notes = logits_processor.take_notes(runner.input_batch.logitsprocs, runner.input_batch.req_ids)
-            step_extras.set_of(output).notes = notes
-        if output is not None:
-            faults = logits_processor.take_faults(runner.input_batch.logitsprocs, runner.input_batch.req_ids)
-            rule_faults.attach(output, faults)
+        if self._reports:
+            step_extras.set_of(output).notes = logits_processor.take_notes(processors, names)
+        rule_faults.attach(output, logits_processor.take_faults(processors, names))
         return output
 
     def shutdown(self) -> None:
-        """Save what was learnt, then vLLM's own. Also called when start-up has failed, at any point of it."""
+        """Save what was learnt, then vLLM's own."""
         try:
             for memory in self._memories:
                 memory.close()
@@ -141,23 +140,20 @@ class RulesWorker(KVWorker):
                 self._counts.remove()
         finally:
             super().shutdown()
-            process_exit.may_leave()
 
 
-class Worker(RulesWorker):
-    """Named in ``worker_cls`` where a method of ours runs."""
+class Speculation(WorkerPart):
+    """Runs a method of ours."""
 
     def init_device(self) -> None:
-        """Refuse a vLLM that has moved before any model is loaded, then install the runner."""
-        process_exit.watch()
-        hooks.check_hooks(hooks_v1.HOOKS)
+        """vLLM's, then our runner."""
         tree_backend.register()
         model_config = self.vllm_config.model_config
         # vLLM refuses them next to speculation, as its rejection sampler applies none; ours applies all.
         processors, model_config.logits_processors = model_config.logits_processors, None
         try:
             with without(MIN_P):
-                super(RulesWorker, self).init_device()
+                super().init_device()
         finally:
             model_config.logits_processors = processors
         model_runner.install(self.model_runner)
@@ -165,9 +161,9 @@ class Worker(RulesWorker):
     def load_model(self, *args: Any, **kwargs: Any) -> Any:
         """vLLM's; on a CPU with layers that multiply a tree's rows in the time of one."""
         if not cpu_linear.wanted(self.vllm_config):
-            return super().load_model(*args, **kwargs)
+            return super().load_model(*args, **kwargs)  # type: ignore[misc]
         with patches.multiply_few_rows_fast():
-            return super().load_model(*args, **kwargs)
+            return super().load_model(*args, **kwargs)  # type: ignore[misc]
 
     def make_ready(self) -> None:
         """Measure the model's costs too."""

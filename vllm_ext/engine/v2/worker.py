@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's own worker of this platform: telling of sampling rules that have failed, and with our V2 runner too."""
+"""Parts of the worker on the V2 runner: mixins in front of vLLM's for this platform (`engine.composed.worker`)."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from vllm.logger import init_logger
-from vllm.platforms import current_platform
 
 from vllm_ext.compat import hooks, hooks_v2
 from vllm_ext.config import rules
@@ -17,20 +16,17 @@ from vllm_ext.engine.v2 import model_runner
 from vllm_ext.engine.v2.logits_processor import RuleProcessor
 from vllm_ext.engine.v2.speculator import TreeSpeculator
 
-if current_platform.is_cpu():
-    from vllm.v1.worker.cpu_worker import CPUWorker as PlatformWorker
-else:
-    from vllm.v1.worker.gpu_worker import Worker as PlatformWorker
-
 logger = init_logger("vllm.vllm_ext")
 
 
-class RulesWorker(PlatformWorker):  # type: ignore[misc]  # vLLM is untyped to us
-    """Named in ``worker_cls`` where there are rules and no method of ours."""
+class Rules:
+    """Rules may fail."""
+
+    model_runner: Any
 
     def sample_tokens(self, grammar_output: Any) -> Any:
         """vLLM's; what rules have raised goes with the tokens."""
-        output = super().sample_tokens(grammar_output)
+        output = super().sample_tokens(grammar_output)  # type: ignore[misc]
         runner = self.model_runner
         for processor in runner.sampler.logits_processors if runner.sampler is not None else ():
             if isinstance(processor, RuleProcessor):
@@ -38,20 +34,23 @@ class RulesWorker(PlatformWorker):  # type: ignore[misc]  # vLLM is untyped to u
         return output
 
 
-class Worker(RulesWorker):
-    """Named in ``worker_cls`` where a method of ours runs on V2."""
+class Speculation:
+    """Runs a method of ours."""
+
+    vllm_config: Any
+    model_runner: Any
 
     def init_device(self) -> None:
         """Refuse a vLLM that has moved before any model is loaded, then install the runner."""
         process_exit.watch()
         hooks.check_hooks(hooks_v2.V2_HOOKS)
         v2_backends.register()
-        super().init_device()
+        super().init_device()  # type: ignore[misc]
         model_runner.install(self.model_runner)
 
     def compile_or_warm_up_model(self) -> Any:
         """vLLM's last step before serving; what the drafter learnt from made-up requests is forgotten."""
-        times = super().compile_or_warm_up_model()
+        times = super().compile_or_warm_up_model()  # type: ignore[misc]
         speculator = self.model_runner.speculator
         speculator.serve()
         speculator.counts.reset()
@@ -83,7 +82,7 @@ class Worker(RulesWorker):
                 speculator.close()
                 speculator.counts.close()
         finally:
-            super().shutdown()
+            super().shutdown()  # type: ignore[misc]
             process_exit.may_leave()
 
     def vllm_ext_counters(self) -> dict[str, int]:

@@ -1,20 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's schedulers, ending requests whose rule has failed (`rule_faults`)."""
+"""Ends requests whose rule has failed (`engine.rule_faults`)."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from vllm.v1.core.sched.async_scheduler import AsyncScheduler as StockAsyncScheduler
-from vllm.v1.core.sched.scheduler import Scheduler as StockScheduler
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.request import RequestStatus
 
 from vllm_ext.engine import step_extras
 
 
-class EndsFaulty:
-    """Mixin in front of vLLM's scheduler class: a fault's request ends with an error, after its right tokens."""
+class FaultyRequests:
+    """A fault's request ends with an error, after its right tokens."""
 
     # vLLM's.
     requests: dict[str, Any]
@@ -53,11 +51,3 @@ class EndsFaulty:
                 )
             )
         return outputs
-
-
-class Scheduler(EndsFaulty, StockScheduler):  # type: ignore[misc]  # vLLM is untyped to us
-    """Where a step is scheduled when the last one's tokens are known."""
-
-
-class AsyncScheduler(EndsFaulty, StockAsyncScheduler):  # type: ignore[misc]
-    """Where steps are scheduled ahead."""

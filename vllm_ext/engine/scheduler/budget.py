@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's schedulers with the goodput budget of the V2 runner: how many nodes a step verifies.
+"""The goodput budget of the V2 runner: how many nodes a step verifies.
 
 The scheduler sees what it needs without asking the device: when steps end, and how many tokens each request got.
 """
@@ -9,20 +9,16 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from vllm.v1.core.sched.async_scheduler import AsyncScheduler
-from vllm.v1.core.sched.scheduler import Scheduler
-
 from vllm_ext.config import speculative
 from vllm_ext.engine import step_extras
-from vllm_ext.engine.ended_requests import EndsFaulty
 from vllm_ext.engine.v2 import shares
 from vllm_ext.proposers.level_budget import LevelBudget, levels_of
 
 SHOW_SECONDS = 0.5  # between two looks at the budget's figures
 
 
-class Budgeted:
-    """Mixin in front of vLLM's scheduler class."""
+class Budget:
+    """Chooses each step's level."""
 
     # vLLM's.
     running: list[Any]
@@ -89,11 +85,3 @@ def _most_rows(vllm_config: Any) -> int:
     if not compilation.cudagraph_capture_sizes or not compilation.cudagraph_mode.decode_mode():
         return 0
     return int(compilation.max_cudagraph_capture_size)
-
-
-class BudgetScheduler(EndsFaulty, Budgeted, Scheduler):  # type: ignore[misc]  # vLLM is untyped to us
-    """Where a step is scheduled when the last one's tokens are known."""
-
-
-class AsyncBudgetScheduler(EndsFaulty, Budgeted, AsyncScheduler):  # type: ignore[misc]
-    """Where steps are scheduled ahead."""

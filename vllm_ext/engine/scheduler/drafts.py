@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What drafts need of the scheduler, beside what vLLM does for its own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm_ext.proposers.sampled import ASKED_PER_NODE
+
+
+class DraftSlots:
+    """Reserves a KV slot for each node that a draft model reads and for the token before them.
+
+    vLLM does so for its own draft models only, by method name.
+    """
+
+    vllm_config: Any
+
+    @property
+    def num_lookahead_tokens(self) -> int:
+        """KV slots behind the tokens the target computes.
+
+        A step may put out one token more than it had rows for, which is the root of the next tree.
+        """
+        return 1 + ASKED_PER_NODE * int(self.vllm_config.speculative_config.num_speculative_tokens)
+
+    @num_lookahead_tokens.setter
+    def num_lookahead_tokens(self, value: int) -> None:
+        """vLLM's constructor sets 0."""
+
+
+class DraftCounts:
+    """Keeps what vLLM has filled a request's rows up with out of its counts of drafts."""
+
+    def make_spec_decoding_stats(
+        self,
+        spec_decoding_stats: Any,
+        num_draft_tokens: int,
+        num_accepted_tokens: int,
+        num_invalid_spec_tokens: dict[str, int] | None,
+        request_id: str,
+    ) -> Any:
+        """vLLM's; a step with no real draft is none that drafted."""
+        if (num_invalid_spec_tokens or {}).get(request_id) == num_draft_tokens:
+            return spec_decoding_stats
+        return super().make_spec_decoding_stats(  # type: ignore[misc]
+            spec_decoding_stats, num_draft_tokens, num_accepted_tokens, num_invalid_spec_tokens, request_id
+        )
+
+    def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
+        """vLLM's. It counts as drafts what it has filled a request's rows up with, unless it is told not to."""
+        drafts = scheduler_output.scheduled_spec_decode_tokens
+        if filled := {name: len(tokens) for name, tokens in drafts.items() if tokens and tokens[0] < 0}:
+            known = scheduler_output.num_invalid_spec_tokens or {}
+            scheduler_output.num_invalid_spec_tokens = {**known, **filled}
+        return super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[misc]

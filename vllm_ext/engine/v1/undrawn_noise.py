@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Requests that get no token in a step take nothing from their seed. Both our runners build on it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from vllm_ext.engine.v1.aux_logits import StepRows
+
+
+class UndrawnNoise:
+    """Keeps the generators of requests that get no token away from the sampler.
+
+    vLLM lets it draw and winds the generator back, which a CPU's cannot do.
+    """
+
+    # vLLM's.
+    execute_model_state: Any
+    input_batch: Any
+    discard_request_mask: Any
+
+    # Set by `steering_runner`, where there are rules.
+    beside: StepRows | None = None  # where a rule reads more than logits
+    may_pause = False  # whether a rule may defer a request's token
+    pairs: Sequence[tuple[int, int]] = ()  # of the step, batch indices of primaries and their pairs
+
+    _aside: dict[int, torch.Generator]  # of the step's requests that get no token
+
+    def sample_tokens(self, grammar_output: Any) -> Any:
+        generators = self.input_batch.generators
+        if not generators:
+            self._aside = {}
+            return super().sample_tokens(grammar_output)  # type: ignore[misc]
+        discarded = self.discard_request_mask.np[: self.input_batch.num_reqs].nonzero()[0].tolist()
+        self._aside = {index: generators.pop(index) for index in discarded if index in generators}
+        try:
+            return super().sample_tokens(grammar_output)  # type: ignore[misc]
+        finally:
+            generators.update(self._aside)
+
+    def is_pair(self, request_id: str) -> bool:
+        """Whether a request reads another's answer behind a prompt of its own."""
+        return False

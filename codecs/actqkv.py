@@ -24,7 +24,7 @@ from pydantic import Field
 
 from vllm_ext.codecs.base import CodecOptions
 from vllm_ext.codecs.halves import HalvesCodec
-from vllm_ext.codecs.selection import ALL, RETRIEVED, Choice
+from vllm_ext.codecs.selection import ALL, RETRIEVED, EvictionPolicy
 
 TINY = 1e-6  # beside variances of queries
 MILLION = 1_000_000
@@ -49,7 +49,7 @@ class ActQKVOptions(CodecOptions):
     )
 
 
-class Retrieving(Choice):
+class Retrieving(EvictionPolicy):
     """Rows behind the prompt read what their queries choose."""
 
     def read_at(self, position: int) -> Sequence[int] | int:

@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field
 if TYPE_CHECKING:
     import torch
 
-    from vllm_ext.codecs.selection import Choice
+    from vllm_ext.codecs.selection import EvictionPolicy
 
 
 class CodecOptions(BaseModel):
@@ -138,7 +138,7 @@ class KVCodec(ABC):
         """How many of a prompt's last tokens are asked what they attend to; these are never taken from the cache."""
         return 0
 
-    def choice(self, prompt_len: int) -> Choice | None:
+    def choice(self, prompt_len: int) -> EvictionPolicy | None:
         """What a request with a prompt of so many tokens reads behind it; None: what `blocks_read` says."""
         return None
 

@@ -28,7 +28,7 @@ ALL, RETRIEVED = (
 )  # instead of a list of blocks: those before a row's own; what the row's queries choose
 
 
-class Choice(ABC):
+class EvictionPolicy(ABC):
     """Of one request.
 
     Args:
@@ -76,7 +76,7 @@ class SelectionOptions(CodecOptions):
 
 
 class SelectingCodec(HalvesCodec):
-    """Keys and values as they are, of blocks that are chosen; see `ScoredChoice`."""
+    """Keys and values as they are, of blocks that are chosen; see `ScoredPolicy`."""
 
     ANSWERS_READ_LESS = True
 
@@ -100,8 +100,8 @@ class SelectingCodec(HalvesCodec):
     def watched_tokens(self) -> int:
         return int(self.options.watched)
 
-    def choice(self, prompt_len: int) -> ScoredChoice:
-        return ScoredChoice(self, prompt_len)
+    def choice(self, prompt_len: int) -> ScoredPolicy:
+        return ScoredPolicy(self, prompt_len)
 
     def next_moment(self, after: int, prompt_len: int) -> int | None:
         """The least number of settled tokens above ``after`` at which is chosen; None: there is none."""
@@ -117,7 +117,7 @@ class SelectingCodec(HalvesCodec):
         return mass
 
 
-class ScoredChoice(Choice):
+class ScoredPolicy(EvictionPolicy):
     """Of the blocks before the one that fills up the first and the last are kept, and those of the highest scores.
 
     Args:
@@ -131,7 +131,7 @@ class ScoredChoice(Choice):
         self._chosen = 0  # settled tokens at the last moment
         self._scores: Float32 = np.zeros(0, np.float32)
         self._masses: dict[int, Float32] = {}  # by position, of rows behind the last moment's
-        self._forgotten: list[tuple[int, list[int]]] = []
+        self._evicted: list[tuple[int, list[int]]] = []
         self._lists: dict[int, list[int]] = {}  # by block of a row behind the prompt
 
     def read_at(self, position: int) -> Sequence[int] | int:
@@ -139,7 +139,7 @@ class ScoredChoice(Choice):
             return ALL
         block = position // self._codec.block_size
         if block not in self._lists:
-            gone = {i for first, blocks in self._forgotten if first <= position for i in blocks}
+            gone = {i for first, blocks in self._evicted if first <= position for i in blocks}
             self._lists[block] = [i for i in range(block) if i not in gone]
         return self._lists[block]
 
@@ -157,9 +157,9 @@ class ScoredChoice(Choice):
         while (
             moment := self._codec.next_moment(self._chosen, self.prompt_len)
         ) is not None and moment <= end:
-            if forgotten := self._choose(moment):
-                self._forgotten.append((moment, forgotten))
-                found.append((moment, forgotten))
+            if evicted := self._choose(moment):
+                self._evicted.append((moment, evicted))
+                found.append((moment, evicted))
         return found
 
     def _first_watched(self, moment: int) -> int:

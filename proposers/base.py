@@ -192,7 +192,7 @@ class Proposer(ABC):
     def finish(self, request_id: str) -> None:
         """Forget a request."""
 
-    def learned(self) -> dict[str, Learned]:
+    def state_dict(self) -> dict[str, Learned]:
         """What is worth keeping over a restart, by name. Nothing that belongs to one request.
 
         C-contiguous copies: they are written to disk while requests go on. Changes nothing, not even what is only
@@ -200,8 +200,8 @@ class Proposer(ABC):
         """
         return {}
 
-    def restore(self, arrays: Mapping[str, Learned]) -> None:
-        """Take over what `learned` of an equal proposer gave; called before any request.
+    def load_state_dict(self, arrays: Mapping[str, Learned]) -> None:
+        """Take over what `state_dict` of an equal proposer gave; called before any request.
 
         Raises:
             ValueError: naming the array, and how its shape, type or values differ from what can be used. Then the

@@ -68,12 +68,12 @@ class Calibration:
         """Judge nothing of this request, until it is drafted for again."""
         self._drafted.pop(request_id, None)
 
-    def learned(self) -> dict[str, Learned]:
-        """See `Proposer.learned`."""
+    def state_dict(self) -> dict[str, Learned]:
+        """See `Proposer.state_dict`."""
         return {"hits": self.hits.copy(), "trials": self.trials.copy()}
 
-    def restore(self, arrays: Mapping[str, Learned]) -> None:
-        """See `Proposer.restore`; takes ``arrays["hits"]`` and ``arrays["trials"]``."""
+    def load_state_dict(self, arrays: Mapping[str, Learned]) -> None:
+        """See `Proposer.load_state_dict`; takes ``arrays["hits"]`` and ``arrays["trials"]``."""
         most = max(PRIOR_TRIALS, 1 / (1 - FADE)) * (1 + 1e-9)  # where a faded sum of ones tends to
         least = min(PRIOR_TRIALS, 1.0)
         check_array("trials", arrays["trials"], self.trials.shape, np.float64, least, most)

@@ -30,7 +30,7 @@ from vllm_ext.proposers.draft_model import DraftModelProposer
 from vllm_ext.proposers.sampled import ASKED_PER_NODE, ROOT, TreeBuilder, largest, share
 
 
-class DrawnTree(TreeBuilder):
+class SampledTree(TreeBuilder):
     """A tree for requests that sample.
 
     Args:
@@ -108,4 +108,4 @@ class DySpec(DraftModelProposer):
 
     def drawn(self, num_nodes: int, max_depth: int) -> TreeBuilder:
         """See `DraftModelProposer.drawn`."""
-        return DrawnTree(num_nodes, max_depth, self.chance)
+        return SampledTree(num_nodes, max_depth, self.chance)

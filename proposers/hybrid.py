@@ -172,15 +172,15 @@ class Hybrid(Proposer):
         for drafter in self.drafters:
             drafter.finish(request_id)
 
-    def learned(self) -> dict[str, Learned]:
-        """See `Proposer.learned`: the counts, and what drafter ``i`` has learnt as ``i.NAME``."""
-        arrays = self.calibration.learned()
+    def state_dict(self) -> dict[str, Learned]:
+        """See `Proposer.state_dict`: the counts, and what drafter ``i`` has learnt as ``i.NAME``."""
+        arrays = self.calibration.state_dict()
         for i, drafter in enumerate(self.drafters):
-            arrays |= {f"{i}.{name}": array for name, array in drafter.learned().items()}
+            arrays |= {f"{i}.{name}": array for name, array in drafter.state_dict().items()}
         return arrays
 
-    def restore(self, arrays: Mapping[str, Learned]) -> None:
-        """See `Proposer.restore`."""
+    def load_state_dict(self, arrays: Mapping[str, Learned]) -> None:
+        """See `Proposer.load_state_dict`."""
         own: dict[str, Learned] = {}
         parts: dict[str, dict[str, Learned]] = {str(i): {} for i in range(len(self.drafters))}
         for name, array in arrays.items():
@@ -190,11 +190,11 @@ class Hybrid(Proposer):
             else:
                 own[name] = array
         check_names(own, ("hits", "trials"))
-        self.calibration.restore(own)
+        self.calibration.load_state_dict(own)
         place = 0
         try:
             for place, drafter in enumerate(self.drafters):
-                drafter.restore(parts[str(place)])
+                drafter.load_state_dict(parts[str(place)])
         except ValueError as error:
             raise ValueError(f"{place}.{error}") from None
 

@@ -207,14 +207,14 @@ class Rest(Proposer):
         """Forget a request."""
         self.calibration.forget(request_id)
 
-    def learned(self) -> dict[str, Learned]:
-        """See `Proposer.learned`: the calibration."""
-        return self.calibration.learned()
+    def state_dict(self) -> dict[str, Learned]:
+        """See `Proposer.state_dict`: the calibration."""
+        return self.calibration.state_dict()
 
-    def restore(self, arrays: Mapping[str, Learned]) -> None:
-        """See `Proposer.restore`."""
+    def load_state_dict(self, arrays: Mapping[str, Learned]) -> None:
+        """See `Proposer.load_state_dict`."""
         check_names(arrays, ("hits", "trials"))
-        self.calibration.restore(arrays)
+        self.calibration.load_state_dict(arrays)
 
     def warm_up(self) -> None:
         """Compile what would else stall the first request."""

@@ -21,7 +21,7 @@ from vllm_ext.kernels.sparse import Float64, Sparse
 from vllm_ext.proposers.base import MAX_SPECULATIVE_TOKENS, MethodOptions
 from vllm_ext.proposers.draft_model import DraftModelOptions, DraftModelProposer
 from vllm_ext.proposers.sampled import ROOT, TreeBuilder
-from vllm_ext.proposers.tree import Drawn
+from vllm_ext.proposers.tree import SampledDrafts
 
 
 class BranchingTree(TreeBuilder):
@@ -57,7 +57,7 @@ class BranchingTree(TreeBuilder):
                 below.append(self.add(int(row.ids[place]), node))
         self._wanted = below if self._branching and len(self.tokens) < self._num_nodes else []
 
-    def drawn(self, q: dict[int, Sparse]) -> Drawn | None:
+    def drawn(self, q: dict[int, Sparse]) -> SampledDrafts | None:
         """See `TreeBuilder.drawn`."""
         return super().drawn(q) if self._chance else None
 

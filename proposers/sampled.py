@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from vllm_ext.kernels.sparse import Sparse
-from vllm_ext.proposers.tree import DraftTree, Drawn
+from vllm_ext.proposers.tree import DraftTree, SampledDrafts
 
 ROOT = -1
 # Most nodes after which the distribution is asked for, for each of the finished tree: the draft's KV of all of them
@@ -77,9 +77,9 @@ class TreeBuilder(ABC):
             self.drawn({parent: self.q[([ROOT, *kept])[parent + 1]] for parent in set(parents)}),
         )
 
-    def drawn(self, q: dict[int, Sparse]) -> Drawn | None:
+    def drawn(self, q: dict[int, Sparse]) -> SampledDrafts | None:
         """What verification needs besides the tree; None of a tree that was chosen."""
-        return Drawn(q)
+        return SampledDrafts(q)
 
     def add(self, token: int, parent: int) -> int:
         """Add a node, and return it."""

@@ -17,7 +17,7 @@ from vllm_ext.kernels.sparse import Int32, Sparse
 from vllm_ext.proposers.base import MethodOptions
 from vllm_ext.proposers.draft_model import DraftModelOptions, DraftModelProposer
 from vllm_ext.proposers.sampled import ROOT, TreeBuilder
-from vllm_ext.proposers.tree import Drawn
+from vllm_ext.proposers.tree import SampledDrafts
 
 
 class IndependentDrafts(TreeBuilder):
@@ -54,9 +54,9 @@ class IndependentDrafts(TreeBuilder):
             self.nodes[draft, self._depth] = self._children[parent, token]
         self._depth += 1
 
-    def drawn(self, q: dict[int, Sparse]) -> Drawn:
+    def drawn(self, q: dict[int, Sparse]) -> SampledDrafts:
         """See `TreeBuilder.drawn`."""
-        return Drawn(q, self.nodes)
+        return SampledDrafts(q, self.nodes)
 
 
 class SpecTrOptions(DraftModelOptions):

@@ -192,14 +192,14 @@ class Stand(Proposer):
         self._requests.pop(request_id, None)
         self.calibration.forget(request_id)
 
-    def learned(self) -> dict[str, Learned]:
-        """See `Proposer.learned`: the table, without its free slots, and the calibration."""
-        return contents(self.table)._asdict() | self.calibration.learned()
+    def state_dict(self) -> dict[str, Learned]:
+        """See `Proposer.state_dict`: the table, without its free slots, and the calibration."""
+        return contents(self.table)._asdict() | self.calibration.state_dict()
 
-    def restore(self, arrays: Mapping[str, Learned]) -> None:
-        """See `Proposer.restore`."""
+    def load_state_dict(self, arrays: Mapping[str, Learned]) -> None:
+        """See `Proposer.load_state_dict`."""
         check_names(arrays, (*Entries._fields, "hits", "trials"))
-        self.calibration.restore(arrays)
+        self.calibration.load_state_dict(arrays)
         restore_table(arrays, self.table, self.vocab_size, MOST_WEIGHT)
 
     def warm_up(self) -> None:

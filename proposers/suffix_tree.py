@@ -183,8 +183,8 @@ class SuffixDecoding(Proposer):
             start = max(root - LONGEST_ORDER + 1, 1)
             yield np.append(state.index.log[start : state.index.end[0]], np.int32(SEPARATOR)), root - start
 
-    def learned(self) -> dict[str, Learned]:
-        """See `Proposer.learned`: the outputs of finished requests and the calibration.
+    def state_dict(self) -> dict[str, Learned]:
+        """See `Proposer.state_dict`: the outputs of finished requests and the calibration.
 
         Of the shared index only the text: 5 bytes a token instead of 52, and nothing in it that could be wrong.
         """
@@ -194,15 +194,15 @@ class SuffixDecoding(Proposer):
         tokens, findable = (
             np.concatenate(arrays)[-len(self.shared.log) :] for arrays in zip(*parts, strict=True)
         )
-        return {"tokens": tokens, "findable": findable, **self.calibration.learned()}
+        return {"tokens": tokens, "findable": findable, **self.calibration.state_dict()}
 
-    def restore(self, arrays: Mapping[str, Learned]) -> None:
-        """See `Proposer.restore`; of a text longer than the index its end."""
+    def load_state_dict(self, arrays: Mapping[str, Learned]) -> None:
+        """See `Proposer.load_state_dict`; of a text longer than the index its end."""
         check_names(arrays, ("tokens", "findable", "hits", "trials"))
         tokens, findable = arrays["tokens"], arrays["findable"]
         check_array("tokens", tokens, (None,), np.int32, SEPARATOR, self.vocab_size - 1)
         check_array("findable", findable, (len(tokens),), np.bool_, 0, 1)
-        self.calibration.restore(arrays)
+        self.calibration.load_state_dict(arrays)
         self.shared = rebuild(len(self.shared.log), tokens, findable, self.vocab_size)
 
     def warm_up(self) -> None:

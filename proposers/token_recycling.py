@@ -264,14 +264,14 @@ class TokenRecycling(Proposer):
         self._requests.pop(request_id, None)
         self.calibration.forget(request_id)
 
-    def learned(self) -> dict[str, Learned]:
-        """See `Proposer.learned`: the tables and the calibration."""
+    def state_dict(self) -> dict[str, Learned]:
+        """See `Proposer.state_dict`: the tables and the calibration."""
         tables = {name: table.copy() for name, table in self.tables._asdict().items()}
         tables["first_successors"] = self.first_successors.copy()
-        return tables | self.calibration.learned()
+        return tables | self.calibration.state_dict()
 
-    def restore(self, arrays: Mapping[str, Learned]) -> None:
-        """See `Proposer.restore`."""
+    def load_state_dict(self, arrays: Mapping[str, Learned]) -> None:
+        """See `Proposer.load_state_dict`."""
         tables: dict[str, Learned] = self.tables._asdict()
         check_names(arrays, (*tables, "first_successors", "hits", "trials"))
         keys = np.iinfo(np.int64)  # any number may be one
@@ -290,7 +290,7 @@ class TokenRecycling(Proposer):
         check_array(
             "first_successors", firsts, self.first_successors.shape, np.int32, 0, np.iinfo(np.int32).max
         )
-        self.calibration.restore(arrays)
+        self.calibration.load_state_dict(arrays)
         self.first_successors[...] = firsts
         self._guesses = self._most_frequent(np.flatnonzero(firsts))
         for name, table in tables.items():

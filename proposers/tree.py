@@ -28,7 +28,7 @@ def num_ancestors(parents: Int32) -> Int32:
 
 
 @dataclass(frozen=True, slots=True)
-class Drawn:
+class SampledDrafts:
     """What the verifier of a tree must know whose tokens were drawn from the draft's distributions."""
 
     q: Mapping[
@@ -52,7 +52,7 @@ class DraftTree:
     parents: Int32  # [num_nodes] index of the parent node, always smaller than the node's own; -1 is the root
     # [num_nodes] estimate of the chance that the node is accepted, with all its ancestors; descending
     probabilities: Float32
-    drawn: Drawn | None = None  # None: the nodes were chosen, by whatever rule
+    drawn: SampledDrafts | None = None  # None: the nodes were chosen, by whatever rule
 
     def __len__(self) -> int:
         return len(self.tokens)

@@ -7,7 +7,7 @@ What was looked at ahead is thrown away.
 
 Source: "AdaDec: Towards Improving LLM Code Generation via Adaptive Decoding", arXiv 2506.08980, section 3, with its
 greedy beam of one. Its thresholds are learnt for a model each, from 0.6 to 1.3 nats; the default here is not, and
-``vllm-ext adadec learn`` learns one (`adadec_threshold`). A row pauses (`PausingRule`): continuations are requests of
+``vllm-ext adadec learn`` learns one (`adadec_threshold`). A row pauses (`LookaheadRule`): continuations are requests of
 the engine's own.
 """
 
@@ -20,7 +20,7 @@ import torch
 from pydantic import Field
 
 from vllm_ext.samplers.base import Asked, Row, RuleParams, Vocabulary
-from vllm_ext.samplers.steering import Candidate, Pause, PausingRule, SteeringOptions
+from vllm_ext.samplers.steering import Candidate, Deferral, LookaheadRule, SteeringOptions
 
 
 def entropy_of(log_p: torch.Tensor) -> torch.Tensor:
@@ -47,7 +47,7 @@ class AdadecParams(RuleParams):
     adadec_lookahead: int | None = Field(default=None, ge=0, le=64)
 
 
-class AdadecRule(PausingRule):
+class AdadecRule(LookaheadRule):
     """Greedy, with a look ahead."""
 
     name = "adadec"
@@ -81,7 +81,7 @@ class AdadecRule(PausingRule):
         return None
 
     def apply(self, logits: torch.Tensor, rows: Sequence[Row]) -> None:
-        self.paused = {}
+        self.deferrals = {}
         log_p = logits.log_softmax(1)
         unsure = (entropy_of(log_p)[:, None] > self.values(rows, "threshold", logits))[:, 0].tolist()
         for place, row in enumerate(rows):
@@ -94,6 +94,6 @@ class AdadecRule(PausingRule):
             elif unsure[place]:
                 found = log_p[place].topk(min(self.value(row, "candidates"), logits.shape[1]))
                 tried = zip(found.indices.tolist(), found.values.tolist(), strict=True)
-                self.paused[place] = Pause(
+                self.deferrals[place] = Deferral(
                     at, [Candidate(*each) for each in tried], self.value(row, "lookahead")
                 )

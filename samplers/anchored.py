@@ -75,7 +75,7 @@ class AnchoredRule(SteeringRule):
         heat = [row.asked.temperature or 1.0 for row in rows]
         temperature = torch.tensor(heat, dtype=torch.float64, device=logits.device)[:, None]
         risky = (logits.double() / temperature).log_softmax(1)
-        safe = (self.beside.companion().double() / temperature).log_softmax(1)
+        safe = (self.aux_logits.companion().double() / temperature).log_softmax(1)
         spent = [_spent(row) for row in rows]
         budget = [
             max(self.value(row, "k") * (len(row.output) + 1) - self.value(row, "debt") - before, 0.0)

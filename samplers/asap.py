@@ -95,7 +95,7 @@ class ExpectedFuture:
             self._forget()
         return result
 
-    def learned(self) -> dict[str, Learned]:
+    def state_dict(self) -> dict[str, Learned]:
         """Copies of `ARRAYS`: of each prefix, behind the one above it; then those of all their tokens."""
         order = [] if self._root is None else [self._root]
         number: dict[_Prefix | None, int] = {None: -1}
@@ -114,7 +114,7 @@ class ExpectedFuture:
 
     @classmethod
     def restored(cls, max_bytes: int, arrays: Mapping[str, Learned], vocab_size: int) -> ExpectedFuture:
-        """One that knows what `learned` has given.
+        """One that knows what `state_dict` has given.
 
         Raises:
             ValueError: these can be no such arrays.

@@ -123,8 +123,8 @@ class AsapRule(LearningRule):
                 else:
                     self._apply(logits, place, row, ids)
             self.waiting = waiting
-            if self.touch is not None:
-                self.touch()
+            if self.mark_dirty is not None:
+                self.mark_dirty()
 
     def _apply(self, logits: torch.Tensor, place: int, row: Row, ids: Int32) -> None:
         given = grammar.grammar_of(row.params, "asap")
@@ -166,14 +166,14 @@ class AsapRule(LearningRule):
     def constraint(self, row: Row) -> Constraint | None:
         return self._grammars.constraint(row, "asap", self.patience)
 
-    def learned(self) -> dict[str, Learned]:
+    def state_dict(self) -> dict[str, Learned]:
         keys = np.frombuffer(b"".join(self._futures), dtype=np.uint8).reshape(-1, KEY_BYTES).copy()
         arrays = {"keys": keys}
         for number, future in enumerate(self._futures.values()):
-            arrays |= {f"{number}.{name}": array for name, array in future.learned().items()}
+            arrays |= {f"{number}.{name}": array for name, array in future.state_dict().items()}
         return arrays
 
-    def restore(self, arrays: Mapping[str, Learned]) -> None:
+    def load_state_dict(self, arrays: Mapping[str, Learned]) -> None:
         if "keys" not in arrays:
             raise ValueError("keys is missing")
         check_array("keys", arrays["keys"], (None, KEY_BYTES), np.uint8, 0, 255)

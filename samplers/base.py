@@ -225,15 +225,15 @@ class LearningRule(Rule):
     # Held while it learns or is read: a save copies what was learnt in another thread.
     lock: AbstractContextManager[Any] = nullcontext()
     # Called then, when there is something new; None where nobody saves.
-    touch: Callable[[], None] | None = None
+    mark_dirty: Callable[[], None] | None = None
 
     @abstractmethod
-    def learned(self) -> dict[str, Learned]:
+    def state_dict(self) -> dict[str, Learned]:
         """Copies of all that was learnt, C-contiguous."""
 
     @abstractmethod
-    def restore(self, arrays: Mapping[str, Learned]) -> None:
-        """Take over what `learned` has given, in this process or another.
+    def load_state_dict(self, arrays: Mapping[str, Learned]) -> None:
+        """Take over what `state_dict` has given, in this process or another.
 
         Raises:
             ValueError: these can be no such arrays; nothing has changed.

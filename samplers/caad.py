@@ -19,7 +19,7 @@ import torch
 from pydantic import Field
 
 from vllm_ext.kernels.user_paths import UserPath
-from vllm_ext.samplers import guide_file
+from vllm_ext.samplers import artifact_file
 from vllm_ext.samplers.base import Row, RuleParams
 from vllm_ext.samplers.steering import SteeringOptions, SteeringRule
 
@@ -51,18 +51,18 @@ class CaadRule(SteeringRule):
 
     def __init__(self, options: CaadOptions) -> None:
         super().__init__(options)
-        self._store, _ = guide_file.read("file", options.file, self.name)
+        self._store, _ = artifact_file.read("file", options.file, self.name)
 
     @classmethod
     def check(cls, options: CaadOptions, vocab_size: int, tokenizer_hash: Callable[[], str]) -> None:
         """See `Rule.check`."""
-        guide_file.read("file", options.file, cls.name)
+        artifact_file.read("file", options.file, cls.name)
 
     def apply(self, logits: torch.Tensor, rows: Sequence[Row]) -> None:
         if self._store["contexts"].device != logits.device:
             self._store = {name: array.to(logits.device) for name, array in self._store.items()}
         contexts, ids, gains = (self._store[name] for name in ("contexts", "ids", "gains"))
-        found = nearest(contexts, self.beside.hidden(), self.options.neighbours)
+        found = nearest(contexts, self.aux_logits.hidden(), self.options.neighbours)
         weights = (found.values / self.options.temperature).softmax(1)
         close = found.values[:, :1]
         strength = self.values(rows, "strength", logits) * close.clamp_min(0.0)

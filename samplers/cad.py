@@ -24,7 +24,7 @@ from pydantic import Field
 from vllm_ext.samplers.base import Asked, Row, RuleOptions, RuleParams
 from vllm_ext.samplers.messages import quoted
 from vllm_ext.samplers.plausible import plausible_mask
-from vllm_ext.samplers.prompt_parts import Prompt, TwinPrompt, another, without
+from vllm_ext.samplers.prompt_parts import PairedPrompt, Prompt, another, without
 from vllm_ext.samplers.steering import SteeringRule
 
 
@@ -67,7 +67,7 @@ class CadRule(SteeringRule):
     paper = "arXiv 2305.14739, 2306.17806"
     Options = CadOptions
     Params = CadParams
-    has_twins = True
+    has_pairs = True
 
     @classmethod
     def problem(cls, options: Any, params: Any, asked: Asked) -> str | None:
@@ -85,7 +85,7 @@ class CadRule(SteeringRule):
         return None
 
     @classmethod
-    def twin_prompt(cls, params: Any, prompt: Prompt) -> TwinPrompt:
+    def paired_prompt(cls, params: Any, prompt: Prompt) -> PairedPrompt:
         if params.cad_context is None:
             return another(prompt, params.cad_negative, "cad_negative")
         return without(prompt, params.cad_context, "cad_context", params.cad_negative or "", "cad_negative")
@@ -94,6 +94,6 @@ class CadRule(SteeringRule):
         alpha, least = self.values(rows, "alpha", logits), self.values(rows, "plausible", logits)
         # A mask of 0 leaves all: its logarithm is minus infinity.
         kept = plausible_mask(logits, least)
-        without_it = self.beside.of_twins([True] * len(rows)).target()
+        without_it = self.aux_logits.of_pairs([True] * len(rows)).target()
         scores = (1.0 + alpha) * logits - alpha * without_it
         logits.copy_(torch.where(kept, scores, -torch.inf))

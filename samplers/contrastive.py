@@ -64,7 +64,7 @@ class ContrastiveRule(SteeringRule):
 
     def apply(self, logits: torch.Tensor, rows: Sequence[Row]) -> None:
         of = plausible(logits, self.values(rows, "alpha", logits))
-        amateur = self.beside.companion(of.ids)
+        amateur = self.aux_logits.companion(of.ids)
         beta = self.values(rows, "beta", logits)
         scores = (1.0 + beta) * of.logits - beta * amateur
         ratio = [place for place, row in enumerate(rows) if self.value(row, "form") == "ratio"]

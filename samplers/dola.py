@@ -88,7 +88,7 @@ class DolaRule(SteeringRule):
         of = plausible(logits, self.values(rows, "alpha", logits), among or 1)
         if len(numbers) > 1 and among is None:  # all of the vocabulary, for the choice
             of = Plausible(None, logits, plausible_mask(logits, self.values(rows, "alpha", logits)))
-        every = self.beside.layers(numbers, options.norm, of.ids)
+        every = self.aux_logits.layers(numbers, options.norm, of.ids)
         farthest = torch.zeros(len(logits), dtype=torch.int64, device=logits.device)
         if len(numbers) > 1:
             final, of_layers = of.logits, every

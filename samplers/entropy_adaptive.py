@@ -56,7 +56,7 @@ class EntropyAdaptiveRule(SteeringRule):
 
     def apply(self, logits: torch.Tensor, rows: Sequence[Row]) -> None:
         """See the base class. The first token is the target's."""
-        companion = self.beside.companion().masked_fill(logits == -torch.inf, -torch.inf)
+        companion = self.aux_logits.companion().masked_fill(logits == -torch.inf, -torch.inf)
         entropies = torch.stack([entropy(logits), entropy(companion)], 1).tolist()
         switched = []
         for place, (row, (large, small)) in enumerate(zip(rows, entropies, strict=True)):

@@ -20,8 +20,8 @@ import torch
 from pydantic import Field
 
 from vllm_ext.kernels.sparse import Int32
+from vllm_ext.samplers.background import Making, Process
 from vllm_ext.samplers.base import Asked, Kind, Row, RuleParams, Vocabulary
-from vllm_ext.samplers.beside import Making, Process
 from vllm_ext.samplers.kept import Kept, digest
 from vllm_ext.samplers.messages import quoted
 
@@ -206,7 +206,7 @@ class Grammar:
 
         Args:
             prefix: tokens since the prompt's end.
-            patience: see `vllm_ext.samplers.beside.Making.get`.
+            patience: see `vllm_ext.samplers.background.Making.get`.
         """
         behind = self.behind(prefix)
         if behind is None:
@@ -263,7 +263,7 @@ class Grammars:
             kind: how ``source`` is written.
             source: a JSON schema, a regular expression, EBNF or Lark.
             end: the token that ends an answer.
-            patience: see `vllm_ext.samplers.beside.Making.get`.
+            patience: see `vllm_ext.samplers.background.Making.get`.
 
         Raises:
             TimeoutError: it takes longer than ``seconds``.

@@ -7,7 +7,7 @@ itself, taught to hallucinate; any companion will do that the contrast is wanted
 induced contrastive decoding.
 
 With an instruction to be truthful in the prompt, which the request names, comes the truthfulness refocus: all of that
-is of the same prompt without the instruction (a twin of the request), and ``mu log p_e`` with it is added.
+is of the same prompt without the instruction (a pair of the request), and ``mu log p_e`` with it is added.
 
 Source: "Lower Layers Matter" (LOL), arXiv 2408.08769. The paper's coefficients are its own; the defaults here are not
 tuned.
@@ -22,7 +22,7 @@ from pydantic import Field
 
 from vllm_ext.samplers.base import Row, RuleParams
 from vllm_ext.samplers.plausible import leave, plausible
-from vllm_ext.samplers.prompt_parts import Prompt, TwinPrompt, without
+from vllm_ext.samplers.prompt_parts import PairedPrompt, Prompt, without
 from vllm_ext.samplers.steering import CompanionOptions, SteeringRule
 
 
@@ -76,7 +76,7 @@ class LolRule(SteeringRule):
     paper = "arXiv 2408.08769"
     Options = LolOptions
     Params = LolParams
-    has_twins = True
+    has_pairs = True
 
     @classmethod
     def layers(cls, options: LolOptions, num_layers: int) -> Sequence[int]:
@@ -87,23 +87,23 @@ class LolRule(SteeringRule):
         return _lower("amateur_layer", options.amateur_layer, num_layers)
 
     @classmethod
-    def twin_prompt(cls, params: LolParams, prompt: Prompt) -> TwinPrompt | None:
+    def paired_prompt(cls, params: LolParams, prompt: Prompt) -> PairedPrompt | None:
         if params.lol_instruction is None:
             return None
         return without(prompt, params.lol_instruction, "lol_instruction")
 
     def apply(self, logits: torch.Tensor, rows: Sequence[Row]) -> None:
-        beside, expert = self.beside, logits
+        aux_logits, expert = self.aux_logits, logits
         instructed = [row.params.lol_instruction is not None for row in rows]
         if any(instructed):
-            beside = beside.of_twins(instructed)
+            aux_logits = aux_logits.of_pairs(instructed)
             which = torch.tensor(instructed, device=logits.device)[:, None]
             # What rules before this one have forbidden stays so.
-            expert = torch.where(which & (logits > -torch.inf), beside.target(), logits)
+            expert = torch.where(which & (logits > -torch.inf), aux_logits.target(), logits)
         of = plausible(expert, self.values(rows, "alpha", logits))
-        amateur = beside.companion(of.ids)
-        low = beside.layers(self.layer_numbers, True, of.ids)[0]
-        low_amateur = beside.companion_layers(self.companion_layer_numbers, True, of.ids)[0]
+        amateur = aux_logits.companion(of.ids)
+        low = aux_logits.layers(self.layer_numbers, True, of.ids)[0]
+        low_amateur = aux_logits.companion_layers(self.companion_layer_numbers, True, of.ids)[0]
         # Up to what is the same of all tokens: the logarithms of the normalizers.
         beta, low_beta = self.values(rows, "beta", logits), self.options.low_beta
         scores = (1.0 + beta) * of.logits - beta * amateur

@@ -26,6 +26,7 @@ from pydantic import Field
 from vllm_ext.kernels.sparse import Int32
 from vllm_ext.kernels.token_mask import keep_tokens
 from vllm_ext.samplers import python_monitor
+from vllm_ext.samplers.background import Making, Process
 from vllm_ext.samplers.base import (
     Asked,
     Row,
@@ -36,7 +37,6 @@ from vllm_ext.samplers.base import (
     load_function,
     text_of,
 )
-from vllm_ext.samplers.beside import Making, Process
 from vllm_ext.samplers.kept import Kept, digest
 from vllm_ext.samplers.messages import quoted
 

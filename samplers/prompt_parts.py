@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prompts with a part of them left out or replaced: what twins of requests read."""
+"""Prompts with a part of them left out or replaced: what pairs of requests read."""
 
 from __future__ import annotations
 
@@ -18,15 +18,17 @@ class Prompt(NamedTuple):
     encode_prompt: Callable[[str], list[int]]  # of a whole prompt, as the server does it
 
 
-class TwinPrompt(NamedTuple):
-    """What a request's twin reads."""
+class PairedPrompt(NamedTuple):
+    """What a request's pair reads."""
 
     tokens: list[int]
     places: list[int]  # of each token of the request's own prompt, where it stands in this one; -1: nowhere
     field: str  # the parameter that its length is due to
 
 
-def without(prompt: Prompt, part: str, field: str, instead: str = "", instead_field: str = "") -> TwinPrompt:
+def without(
+    prompt: Prompt, part: str, field: str, instead: str = "", instead_field: str = ""
+) -> PairedPrompt:
     """A prompt without all tokens that have something of a part of it, wherever it stands.
 
     Args:
@@ -75,22 +77,22 @@ def without(prompt: Prompt, part: str, field: str, instead: str = "", instead_fi
             tokens.append(token)
     if not tokens:
         raise ValueError(f"{field}={short} is all of the prompt; there must be something beside it")
-    return TwinPrompt(tokens, places, instead_field if new else field)
+    return PairedPrompt(tokens, places, instead_field if new else field)
 
 
-def another(prompt: Prompt, text: str, field: str) -> TwinPrompt:
+def another(prompt: Prompt, text: str, field: str) -> PairedPrompt:
     """Another prompt, of which the request's own has nothing; of an empty text the last token of the own one.
 
     Raises:
         ValueError: the text has no tokens.
     """
     if not text:
-        return TwinPrompt(list(prompt.tokens[-1:]), [-1] * (len(prompt.tokens) - 1) + [0], field)
+        return PairedPrompt(list(prompt.tokens[-1:]), [-1] * (len(prompt.tokens) - 1) + [0], field)
     if not (tokens := prompt.encode_prompt(text)):
         raise ValueError(
             f"{field}={shortened(text)} has no tokens; give other text, or '' for the prompt's last token alone"
         )
-    return TwinPrompt(tokens, [-1] * len(prompt.tokens), field)
+    return PairedPrompt(tokens, [-1] * len(prompt.tokens), field)
 
 
 def shortened(text: str) -> str:

@@ -11,13 +11,13 @@ from pydantic import Field
 
 from vllm_ext.kernels.user_paths import UserPath
 from vllm_ext.samplers.base import Asked, Row, Rule, RuleOptions, Vocabulary
-from vllm_ext.samplers.prompt_parts import Prompt, TwinPrompt
+from vllm_ext.samplers.prompt_parts import PairedPrompt, Prompt
 
 if TYPE_CHECKING:
     import torch
 
 
-class Beside(Protocol):
+class AuxLogits(Protocol):
     """Other logits of the rows that a rule is applied to, in their order; float32 ``[num_rows, vocab]``.
 
     Where ``ids`` are given, int64 ``[num_rows, k]``, they are those tokens' alone, ``[num_rows, k]``: most rules
@@ -44,8 +44,8 @@ class Beside(Protocol):
     def target(self) -> torch.Tensor:
         """The target's own, as no rule has changed them yet."""
 
-    def of_twins(self, which: Sequence[bool]) -> Beside:
-        """The same behind the same output but another prompt, that of `SteeringRule.twin_prompt`.
+    def of_pairs(self, which: Sequence[bool]) -> AuxLogits:
+        """The same behind the same output but another prompt, that of `SteeringRule.paired_prompt`.
 
         Args:
             which: ``[num_rows]``; others are as here.
@@ -83,10 +83,10 @@ class SteeringRule(Rule):
     name: ClassVar[str]  # in the registry; also of the parameter, a bool, that turns it on and off
     Options: ClassVar[type[RuleOptions]] = SteeringOptions
     # Set by the engine adapter, before any row.
-    beside: Beside
+    aux_logits: AuxLogits
     layer_numbers: Sequence[int] = ()  # what `layers` says of the target
     companion_layer_numbers: Sequence[int] = ()
-    has_twins: ClassVar[bool] = False  # whether it reads `Beside.of_twins`
+    has_pairs: ClassVar[bool] = False  # whether it reads `AuxLogits.of_pairs`
 
     def __init__(self, options: Any) -> None:
         self.options = options
@@ -115,8 +115,8 @@ class SteeringRule(Rule):
         return ()
 
     @classmethod
-    def twin_prompt(cls, params: Any, prompt: Prompt) -> TwinPrompt | None:
-        """The other prompt of a request's twin; None where it wants no twin.
+    def paired_prompt(cls, params: Any, prompt: Prompt) -> PairedPrompt | None:
+        """The other prompt of a request's pair; None where it wants no pair.
 
         Args:
             params: the request's.
@@ -147,7 +147,7 @@ class Candidate(NamedTuple):
     log_p: float
 
 
-class Pause(NamedTuple):
+class Deferral(NamedTuple):
     """A row that gets no token yet."""
 
     at: int  # its place in the output
@@ -155,14 +155,14 @@ class Pause(NamedTuple):
     lookahead: int  # most tokens that each is continued by
 
 
-class PausingRule(SteeringRule):
+class LookaheadRule(SteeringRule):
     """A rule that can put a token off, to see first how the text would go on behind each of some candidates.
 
     The engine adapter gives a paused row no token, has each candidate gone on with greedily, and keeps in ``Row.kept``
     of that place which one had the highest score.
     """
 
-    paused: Mapping[int, Pause] = MappingProxyType({})  # of the last call of `apply`, by row
+    deferrals: Mapping[int, Deferral] = MappingProxyType({})  # of the last call of `apply`, by row
     stops: Sequence[int] = ()  # tokens behind which none is continued
 
     @staticmethod

@@ -19,7 +19,7 @@ import torch
 from pydantic import Field
 
 from vllm_ext.kernels.user_paths import UserPath
-from vllm_ext.samplers import guide_file
+from vllm_ext.samplers import artifact_file
 from vllm_ext.samplers.base import Row, RuleParams, Vocabulary
 from vllm_ext.samplers.plausible import plausible_mask
 from vllm_ext.samplers.steering import SteeringOptions, SteeringRule
@@ -60,13 +60,13 @@ class SvdecodeRule(SteeringRule):
 
     def __init__(self, options: SvdecodeOptions) -> None:
         super().__init__(options)
-        arrays, _ = guide_file.read("file", options.file, self.name)
+        arrays, _ = artifact_file.read("file", options.file, self.name)
         self._step = arrays["delta"].float() * float(arrays["mu"])
 
     @classmethod
     def check(cls, options: SvdecodeOptions, vocab_size: int, tokenizer_hash: Callable[[], str]) -> None:
         """See `Rule.check`."""
-        arrays, _ = guide_file.read("file", options.file, cls.name)
+        arrays, _ = artifact_file.read("file", options.file, cls.name)
         if len(arrays["delta"]) > vocab_size:
             raise ValueError(
                 f"file={options.file!r} has {len(arrays['delta'])} tokens, the model {vocab_size}; make it again with "

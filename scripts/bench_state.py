@@ -36,19 +36,19 @@ def main() -> None:
         file = StateFile(Path(folder), Identity("model", "", "", VOCAB, "hybrid", "", 0))
         for _ in range(5):
             times = [time.perf_counter()]
-            learned = hybrid.learned()
+            state_dict = hybrid.state_dict()
             times.append(time.perf_counter())
-            file.save(learned)
+            file.save(state_dict)
             times.append(time.perf_counter())
             loaded = file.load()
             assert loaded is not None
             times.append(time.perf_counter())
             again, _ = proposer()
             made = time.perf_counter() - times[-1]
-            again.restore(loaded)
+            again.load_state_dict(loaded)
             times.append(time.perf_counter() - made)
             copy, write, load, restore = 1e3 * np.diff(times)
-            size = sum(array.nbytes for array in learned.values()) / 1e6
+            size = sum(array.nbytes for array in state_dict.values()) / 1e6
             print(
                 f"{size:.1f} MB: copy {copy:.1f} ms, write {write:.0f}, load {load:.0f}, restore {restore:.0f}"
             )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests with twins, some of them with images, and the prompts that their twins read."""
+"""Requests with pairs, some of them with images, and the prompts that their pairs read."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's scheduler with twins and branches, and a worker that is made up."""
+"""vLLM's scheduler with pairs and branches, and a worker that is made up."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from vllm_ext.engine import paired_requests, step_extras
 from vllm_ext.engine.composed.parts import load
-from vllm_ext.engine.v1.paired_rows import Twins
-from vllm_ext.samplers.steering import Candidate, Pause
+from vllm_ext.engine.v1.paired_rows import PairedRows
+from vllm_ext.samplers.steering import Candidate, Deferral
 
 BLOCK = 16
 
@@ -36,7 +36,7 @@ def log_p(request_id: str, place: int) -> float:
     return -random.Random(f"{request_id} {place} log").random()
 
 
-def pause_of(request_id: str, place: int, stop: int) -> Pause | None:
+def deferral_of(request_id: str, place: int, stop: int) -> Deferral | None:
     """Some requests are put off now and then, one of the candidates may be what nothing comes behind."""
     chance = random.Random(f"{request_id} {place} pause")
     if not request_id.startswith("p") or "-" in request_id or chance.random() > 0.3:
@@ -44,7 +44,7 @@ def pause_of(request_id: str, place: int, stop: int) -> Pause | None:
     tokens = chance.sample([*range(3, 1000), stop], chance.randint(1, 3))
     if chance.random() < 0.3:
         tokens[0] = stop
-    return Pause(place, [Candidate(each, -chance.random()) for each in tokens], chance.choice([0, 1, 3]))
+    return Deferral(place, [Candidate(each, -chance.random()) for each in tokens], chance.choice([0, 1, 3]))
 
 
 @functools.cache
@@ -63,8 +63,8 @@ def config_of(model: str, policy: str, max_num_seqs: int) -> Any:
 
 
 class Engine:
-    """The scheduler, and a worker that gives tokens by `token`, accepting some drafts, to requests and their twins, and
-    puts off what `pause_of` says.
+    """The scheduler, and a worker that gives tokens by `token`, accepting some drafts, to requests and their pairs, and
+    puts off what `deferral_of` says.
     """
 
     def __init__(self, model: str, num_blocks: int, policy: str, seed: int, max_num_seqs: int = 4) -> None:
@@ -77,14 +77,14 @@ class Engine:
         init_none_hash(sha256)
         self._hasher = get_request_block_hasher(BLOCK, sha256)
         self._chance = random.Random(seed)
-        self._twins = Twins()
+        self._pairs = PairedRows()
         self.told: dict[tuple[str, int], int] = {}  # by request id and place, the token that was chosen
         self.stops: set[int] = set(self.scheduler._stops)
         self.answers: dict[str, list[int]] = {}
         self.reasons: dict[str, Any] = {}
 
     def add(self, name: str, prompt: int, rest: int | None, most: int, priority: int = 0) -> None:
-        """A request; with a rest of its prompt it has a twin."""
+        """A request; with a rest of its prompt it has a pair."""
         given = None if rest is None else {paired_requests.PROMPT: [[2] * rest, []]}
         params = SamplingParams(max_tokens=most, ignore_eos=True, extra_args=given)
         request = Request(name, [1] * prompt, params, None, priority=priority, block_hasher=self._hasher)
@@ -96,28 +96,28 @@ class Engine:
         step = self.scheduler.schedule()
         requests, names = self.scheduler.requests, list(step.num_scheduled_tokens)
         for new in step.scheduled_new_reqs:
-            self._twins.admit(new.req_id, new.sampling_params)
+            self._pairs.admit(new.req_id, new.sampling_params)
         drafts = [len(step.scheduled_spec_decode_tokens.get(name, ())) for name in names]
         ready = [requests[name].num_computed_tokens >= requests[name].num_tokens for name in names]
         start = [sum(drafts[:i]) + i for i in range(len(names) + 1)]
-        self._twins.begin({name: i for i, name in enumerate(names)}, start, ready)
+        self._pairs.begin({name: i for i, name in enumerate(names)}, start, ready)
         for name, (place, chosen) in step_extras.of(step).choices.items():
             self.told[name, place] = chosen
         sampled: list[list[int]] = [[] for _ in names]
-        pauses: dict[str, Pause] = {}
+        deferrals: dict[str, Deferral] = {}
         for i, name in enumerate(names):
-            if ready[i] and i not in self._twins.held and name not in self._twins:
+            if ready[i] and i not in self._pairs.held and name not in self._pairs:
                 first = requests[name].num_output_tokens
                 for place in range(first, first + 1 + self._chance.randint(0, drafts[i])):
-                    pause = pause_of(name, place, min(self.stops))
-                    if pause is not None and (name, place) not in self.told:
-                        pauses[name] = pause
+                    deferral = deferral_of(name, place, min(self.stops))
+                    if deferral is not None and (name, place) not in self.told:
+                        deferrals[name] = deferral
                         break
                     sampled[i].append(self.told.get((name, place), token(name, place)))
-        for owner, twin in self._twins.pairs:
-            sampled[twin] = list(sampled[owner])
-            assert list(requests[names[twin]].output_token_ids) == list(
-                requests[names[owner]].output_token_ids
+        for primary, pair in self._pairs.pairs:
+            sampled[pair] = list(sampled[primary])
+            assert list(requests[names[pair]].output_token_ids) == list(
+                requests[names[primary]].output_token_ids
             )
         output = ModelRunnerOutput(names, {name: i for i, name in enumerate(names)}, sampled)
         places = [
@@ -128,10 +128,10 @@ class Engine:
         values = np.array([[log_p(*each)] for each in places])
         starts = np.cumsum([0, *map(len, sampled)]).tolist()
         output.logprobs = LogprobsLists(values, values, values[:, 0] if len(values) else values, starts)
-        step_extras.set_of(output).pauses = pauses
+        step_extras.set_of(output).deferrals = deferrals
         proposed = [[7] * self._chance.randint(0, 3) if tokens else [] for tokens in sampled]
-        for owner, twin in self._twins.pairs:
-            proposed[twin] = proposed[owner]
+        for primary, pair in self._pairs.pairs:
+            proposed[pair] = proposed[primary]
         num_tokens = 0
         for of_client in self.scheduler.update_from_output(step, output).values():
             for each in of_client.outputs:
@@ -142,7 +142,7 @@ class Engine:
                     self.reasons[each.request_id] = each.finish_reason
         self.scheduler.update_draft_token_ids(DraftTokenIds(names, proposed))
         for name in [name for name in names if name not in self.scheduler.requests]:
-            self._twins.forget(name)
+            self._pairs.forget(name)
         return num_tokens
 
     def finish(self) -> int:

@@ -12,7 +12,7 @@ import pytest
 from pydantic import ValidationError
 
 from vllm_ext.codecs.critic import Critic, CriticOptions
-from vllm_ext.codecs.selection import ALL, ScoredChoice, SelectingCodec, lists_of
+from vllm_ext.codecs.selection import ALL, ScoredPolicy, SelectingCodec, lists_of
 from vllm_ext.codecs.snapkv import SnapKV, SnapKVOptions
 
 BLOCK = 16
@@ -32,7 +32,7 @@ def mass_of(position: int, seed: int = 0) -> np.ndarray:
     return np.random.default_rng([seed, position]).random(position // BLOCK).astype(np.float32)
 
 
-def read(choice: ScoredChoice, end: int, cuts: Sequence[int], begin: int = 0) -> list[tuple[int, list[int]]]:
+def read(choice: ScoredPolicy, end: int, cuts: Sequence[int], begin: int = 0) -> list[tuple[int, list[int]]]:
     """The tokens ``begin`` to ``end`` in parts, of which each is asked what the choice wants to know."""
     found = []
     for first, last in itertools.pairwise([begin, *cuts, end]):

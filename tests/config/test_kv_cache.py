@@ -228,7 +228,7 @@ class Requests:
         self.waiting: list[Request] = []
         self.found: set[str] = set()
         self.choices: dict[str, Any] = {}
-        self.refused = self.num = self.num_forgotten = 0
+        self.refused = self.num = self.num_evicted = 0
 
     def event(self) -> None:
         kind = self.random.choices(("new", "admit", "step", "preempt", "end"), (3, 6, 60, 1, 1))[0]
@@ -266,13 +266,13 @@ class Requests:
                     request.num_computed_tokens = 0
                     self.waiting.insert(0, request)
                 else:
-                    self._manager.recall(request.request_id)
+                    self._manager.drop(request.request_id)
 
     def _step(self, request: Request) -> None:
         wanted = min(request.num_tokens - request.num_computed_tokens, self.random.randrange(1, 129))
         if not wanted or request.num_tokens > 900:
             self.manager.free(request)
-            self._manager.recall(request.request_id)
+            self._manager.drop(request.request_id)
             self.running.remove(request)
         elif self.manager.allocate_slots(request, wanted) is None:
             self.refused += 1
@@ -297,9 +297,9 @@ class Requests:
             for position in choice.watched(begin, begin + num):
                 draw = random.Random(f"{name} {position}")
                 choice.take(position, np.array([draw.random() for _ in range(position // BLOCK)], np.float32))
-            forgotten = choice.settle(begin + num)
-            self._manager.forget(name, forgotten)
-            self.num_forgotten += sum(len(blocks) for _, blocks in forgotten)
+            evicted = choice.settle(begin + num)
+            self._manager.evict(name, evicted)
+            self.num_evicted += sum(len(blocks) for _, blocks in evicted)
         if request.num_computed_tokens == request.num_tokens:
             request.append_output_token_ids(self.random.randrange(9))
 
@@ -375,7 +375,7 @@ def test_blocks_are_conserved(kv: dict[str, Any]) -> None:
         requests.check()
     assert requests.refused > 50
     assert requests.num > 100
-    assert requests.num_forgotten > 50 or not kv_cache.parse(kv).answers_read_less
+    assert requests.num_evicted > 50 or not kv_cache.parse(kv).answers_read_less
     for request in requests.running:
         requests.manager.free(request)
     assert requests.pool.get_num_free_blocks() == 39
@@ -421,11 +421,11 @@ def test_a_block_that_is_forgotten_too_early_is_noticed(
     kv: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of a request that begins again, before its prompt is read."""
-    original = encoded_cache.EncodedManager.forget
+    original = encoded_cache.EncodedManager.evict
     monkeypatch.setattr(
         encoded_cache.EncodedManager,
-        "forget",
-        lambda self, name, forgotten: original(self, name, [(1, blocks) for _, blocks in forgotten]),
+        "evict",
+        lambda self, name, evicted: original(self, name, [(1, blocks) for _, blocks in evicted]),
     )
     requests = Requests(kv, seed=1)
 

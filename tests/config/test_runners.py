@@ -173,7 +173,7 @@ def test_a_configuration_for_the_other_runner_is_refused(model_dir: str, with_tr
     with pytest.raises(
         ValueError, match=r"made for the V1 model runner \(a reason\).*VLLM_USE_V2_MODEL_RUNNER=0"
     ):
-        refusals.check_vllm_config(config, "token_recycling", runners.Choice("V1", "a reason"))
+        refusals.check_vllm_config(config, "token_recycling", runners.RunnerChoice("V1", "a reason"))
 
 
 def test_the_doctor_says_which(with_triton: None, monkeypatch: pytest.MonkeyPatch) -> None:

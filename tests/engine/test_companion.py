@@ -85,7 +85,7 @@ def check(llm: Any, at_least: int) -> None:
     assert totals["fallbacks:proposer_error"] == 0
 
 
-def test_a_twin_is_always_right(plain_slice_llm: Any, watched: Any) -> None:
+def test_a_pair_is_always_right(plain_slice_llm: Any, watched: Any) -> None:
     """Through preemption, chunked prefill, joining and leaving; then again over cached prefixes."""
     inputs = long_and_short_prompts(plain_slice_llm, 16)
     params = [SamplingParams(temperature=0, max_tokens=60 + 15 * (i % 7), ignore_eos=True) for i in range(16)]
@@ -202,7 +202,7 @@ def distort(worker: Any) -> None:
     """Accept whatever was drawn."""
     from vllm_ext.kernels.chance import RandomChance
 
-    sampler = worker.model_runner.rejection_sampler._drawn_sampler
+    sampler = worker.model_runner.rejection_sampler._multi_draft_sampler
 
     class Credulous(RandomChance):
         def accepts(self, numerator: float, denominator: float) -> bool:

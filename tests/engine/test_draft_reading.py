@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from vllm_ext.engine.draft_model.separate import Companion, packed
+from vllm_ext.engine.draft_model.separate import SeparateModel, packed
 
 BLOCK = 4
 
@@ -32,7 +32,7 @@ def step(new: dict[str, tuple[list[int], int]], cached: dict[str, Any], resumed:
     )
 
 
-class Bookkeeping(Companion):
+class Bookkeeping(SeparateModel):
     """A companion without a model: `read` takes the place of a pass."""
 
     def __init__(self, num_blocks: int) -> None:

@@ -18,16 +18,16 @@ LAYERS = [0, 1, 15, 30]
 def capture(worker: Any, layers: list[int]) -> None:
     """Keep, of each step, the positions of the rows with logits, their hidden states and what the last layer says."""
     from vllm_ext.engine.models.hidden_states import HiddenStates
-    from vllm_ext.engine.v1.aux_logits import StepRows
+    from vllm_ext.engine.v1.aux_logits import StepAuxLogits
 
     runner = worker.model_runner
     read = HiddenStates.of_target(runner, layers)
-    runner.beside = StepRows(runner.model_config.get_vocab_size(), read, None, runner.requests)
+    runner.aux_logits = StepAuxLogits(runner.model_config.get_vocab_size(), read, None, runner.requests)
     worker.kept, sample = [], runner._sample
 
     def sampled(logits: torch.Tensor, *args: Any) -> Any:
-        if runner.beside is not None:
-            states = runner.beside.read
+        if runner.aux_logits is not None:
+            states = runner.aux_logits.read
             positions = runner.positions[runner.logits_rows].tolist()
             same = torch.equal(states.logits(layers[-1:])[0].argmax(1), logits.argmax(1))
             worker.kept.append((positions, [states.of(layer).tolist() for layer in layers], same))
@@ -38,7 +38,7 @@ def capture(worker: Any, layers: list[int]) -> None:
 
 def release(worker: Any) -> Any:
     runner = worker.model_runner
-    runner.beside, runner.use_aux_hidden_state_outputs = None, False
+    runner.aux_logits, runner.use_aux_hidden_state_outputs = None, False
     runner.get_model().set_aux_hidden_state_layers(())
     return worker.kept
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Twins with images, as vLLM's front process makes them and its scheduler has them: encoded once for both."""
+"""Pairs with images, as vLLM's front process makes them and its scheduler has them: encoded once for both."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class Seeing(Engine):
     def look(
         self, name: str, prompt: int, images: dict[int, str], moved: list[int], rest: int, most: int
     ) -> None:
-        """A request with images at some places, which its twin has at others; -1: it does not have it."""
+        """A request with images at some places, which its pair has at others; -1: it does not have it."""
         features = [
             MultiModalFeatureSpec(None, "image", image, PlaceholderRange(place, LENGTH), image)
             for place, image in images.items()
@@ -84,8 +84,8 @@ class Seeing(Engine):
         request = Request(name, [1] * prompt, params, None, mm_features=features, block_hasher=self._hasher)
         self.answers[name] = []
         self.scheduler.add_request(request)
-        twin = self.scheduler.requests[f"{name}-twin"]
-        assert [each.mm_position.offset for each in twin.mm_features] == [each for each in moved if each >= 0]
+        pair = self.scheduler.requests[f"{name}-pair"]
+        assert [each.mm_position.offset for each in pair.mm_features] == [each for each in moved if each >= 0]
 
 
 @pytest.mark.parametrize("num_blocks", [17, 40])
@@ -139,7 +139,7 @@ def test_blocks_of_other_images_are_not_shared(seeing_dir: str, monkeypatch: pyt
         engine.look(name, 40, {3: what}, [7], 44, 10)
     hashes = {name: each.block_hashes[0] for name, each in engine.scheduler.requests.items()}
     assert hashes["a"] == hashes["c"] != hashes["b"]
-    assert hashes["a-twin"] == hashes["c-twin"] != hashes["b-twin"]
+    assert hashes["a-pair"] == hashes["c-pair"] != hashes["b-pair"]
     engine.finish()
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests that are given a twin where they come in: its prompt, its images, and what is refused there."""
+"""Requests that are given a pair where they come in: its prompt, its images, and what is refused there."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from vllm.v1.engine import EngineCoreRequest
 
 from vllm_ext.data.model_files import ModelVocabulary
 from vllm_ext.engine import paired_requests
-from vllm_ext.samplers.prompt_parts import TwinPrompt
+from vllm_ext.samplers.prompt_parts import PairedPrompt
 
 MAX_MODEL_LEN = 64
 PROMPT = "Be kind. What is the sea? It is"
@@ -68,7 +68,7 @@ def encode(model: str, text: str) -> list[int]:
     return ModelVocabulary.of(config_of(model).model_config).encode(text)
 
 
-def test_the_twin_of_a_text(slice_dir: str) -> None:
+def test_the_pair_of_a_text(slice_dir: str) -> None:
     tokens = encode(slice_dir, PROMPT)
     for given, expected in (
         ({"cad_context": "Be kind."}, " What is the sea? It is"),
@@ -104,18 +104,18 @@ LONG = "word " * 40
 
 
 def test_as_many_tokens_as_there_is_room_for(slice_dir: str) -> None:
-    """vLLM's default, which is full of the request's own prompt, is cut to what the twin's leaves."""
+    """vLLM's default, which is full of the request's own prompt, is cut to what the pair's leaves."""
     tokens, negative = encode(slice_dir, PROMPT), encode(slice_dir, LONG)
     full = MAX_MODEL_LEN - len(tokens)
     for most in (full, full + 1000):
         params = prepared(slice_dir, tokens, cad_negative=LONG, asked={"max_tokens": most})
         assert params.max_tokens == MAX_MODEL_LEN - len(negative)
-    for most in (full, full - 1, 1):  # a shorter twin changes nothing
+    for most in (full, full - 1, 1):  # a shorter pair changes nothing
         assert prepared(slice_dir, tokens, cad_negative="A", asked={"max_tokens": most}).max_tokens == most
 
 
 @pytest.mark.parametrize("kept", [True, False])
-def test_twins_that_are_too_long(slice_dir: str, kept: bool) -> None:
+def test_pairs_that_are_too_long(slice_dir: str, kept: bool) -> None:
     tokens = encode(slice_dir, PROMPT)
     given = {"cad_context": "Be kind."} if kept else {}
     length = len(encode(slice_dir, LONG.strip() + (PROMPT.removeprefix("Be kind.") if kept else " ")))
@@ -136,7 +136,7 @@ def test_twins_that_are_too_long(slice_dir: str, kept: bool) -> None:
         prepared(slice_dir, tokens, cad_negative=LONG * 2, asked={"max_tokens": MAX_MODEL_LEN}, given=given)
 
 
-def test_what_does_not_go_with_twins(slice_dir: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_does_not_go_with_pairs(slice_dir: str, monkeypatch: pytest.MonkeyPatch) -> None:
     tokens = encode(slice_dir, PROMPT)
     ask = functools.partial(prepared, slice_dir, tokens, cad_negative="A poem:")
     with pytest.raises(VLLMValidationError, match="prompt_logprobs do not go with a rule that reads another"):
@@ -210,7 +210,10 @@ def test_images_move_with_the_text_before_them(slice_dir: str) -> None:
                 assert (its.mm_position.offset, its.mm_position.length) == (offset, 4)
                 assert its.mm_position.is_embed is own.mm_position.is_embed
                 assert (its.data, its.identifier, its.mm_hash) == (own.data, own.identifier, own.mm_hash)
-            assert [each.mm_position.offset for each in features] == [first, then]  # the owner's are its own
+            assert [each.mm_position.offset for each in features] == [
+                first,
+                then,
+            ]  # the primary's are its own
 
 
 def test_a_negative_prompt_alone_has_no_images(slice_dir: str) -> None:
@@ -248,9 +251,9 @@ def test_prompts_that_end_with_an_image(slice_dir: str) -> None:
 
 
 def test_parts_of_images_are_refused() -> None:
-    twin = TwinPrompt([5, 6, 7, 8], [0, 1, -1, -1, 2, 3], "field")
+    pair = PairedPrompt([5, 6, 7, 8], [0, 1, -1, -1, 2, 3], "field")
     for place, length in ((1, 2), (0, 3), (3, 2), (1, 4)):
         with pytest.raises(ValueError, match="field would leave a part of an image in the other prompt"):
-            paired_requests.offsets_of([PlaceholderRange(place, length)], twin)
+            paired_requests.offsets_of([PlaceholderRange(place, length)], pair)
     places = [PlaceholderRange(0, 2), PlaceholderRange(2, 2), PlaceholderRange(4, 1)]
-    assert paired_requests.offsets_of(places, twin) == [0, -1, 2]
+    assert paired_requests.offsets_of(places, pair) == [0, -1, 2]

@@ -316,7 +316,7 @@ def test_asap_learns_from_answer_to_answer(plain: Any, trees: Any) -> None:
 
 
 def save(worker: Any) -> bool:
-    (memory,) = worker._memories
+    (memory,) = worker._checkpointers
     return bool(memory._keeper.save())
 
 
@@ -346,7 +346,7 @@ def test_what_asap_has_learnt_is_saved(trees: Any, options: dict[str, Any]) -> N
     with safe_open(file, framework="numpy") as opened:
         arrays = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
     rule = AsapRule(AsapOptions(), SimpleNamespace(size=4096, pieces=[], encode=list))
-    rule.restore(arrays)
+    rule.load_state_dict(arrays)
     assert all(len(future) > 0 for future in rule._futures.values())
     assert any(future.bound < 1.0 for future in rule._futures.values())
     assert all(isinstance(future, ExpectedFuture) for future in rule._futures.values())

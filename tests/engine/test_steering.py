@@ -192,17 +192,17 @@ def test_cached_prefixes_that_the_companion_has_not_read(plain: Any, trees: Any)
 
 def mistake_rows(worker: Any) -> None:
     """The mutation: all rows of a walk read what stands beside the first."""
-    from vllm_ext.engine.v1.aux_logits import StepRows
+    from vllm_ext.engine.v1.aux_logits import StepAuxLogits
 
-    kept: Any = StepRows
-    kept.honest = StepRows.call
+    kept: Any = StepAuxLogits
+    kept.honest = StepAuxLogits.call
     kept.call = lambda self, rows: kept.honest(self, rows * 0)
 
 
 def mend_rows(worker: Any) -> None:
-    from vllm_ext.engine.v1.aux_logits import StepRows
+    from vllm_ext.engine.v1.aux_logits import StepAuxLogits
 
-    kept: Any = StepRows
+    kept: Any = StepAuxLogits
     kept.call = kept.honest
 
 
@@ -216,12 +216,12 @@ def test_rows_beside_the_wrong_ones_are_caught(trees: Any, expected: list[Any]) 
         assert tokens_of(wrong[index : index + 1]) != tokens_of(expected[index : index + 1]), index
 
 
-def leave_twins(worker: Any) -> None:
-    """The mutation: owners go on where their twins are not in the step."""
-    from vllm_ext.engine.v1.paired_rows import Twins
+def leave_pairs(worker: Any) -> None:
+    """The mutation: primaries go on where their pairs are not in the step."""
+    from vllm_ext.engine.v1.paired_rows import PairedRows
 
-    kept: Any = Twins
-    kept.honest = Twins.begin
+    kept: Any = PairedRows
+    kept.honest = PairedRows.begin
 
     def begin(self: Any, *args: Any) -> Any:
         rows = kept.honest(self, *args)
@@ -231,10 +231,10 @@ def leave_twins(worker: Any) -> None:
     kept.begin = begin
 
 
-def mend_twins(worker: Any) -> None:
-    from vllm_ext.engine.v1.paired_rows import Twins
+def mend_pairs(worker: Any) -> None:
+    from vllm_ext.engine.v1.paired_rows import PairedRows
 
-    kept: Any = Twins
+    kept: Any = PairedRows
     kept.begin = kept.honest
 
 
@@ -244,11 +244,11 @@ def test_more_pairs_than_run_at_once(plain: Any, trees: Any) -> None:
     expected = [tokens_of(ask(plain, [each], first=index))[0] for index, each in enumerate(given)]
     assert_same_outputs(expected, tokens_of(ask(plain, given)))
     assert_same_outputs(expected, tokens_of(ask(trees, given)))
-    plain.collective_rpc(leave_twins)
+    plain.collective_rpc(leave_pairs)
     try:
         wrong = tokens_of(ask(plain, given))
     finally:
-        plain.collective_rpc(mend_twins)
+        plain.collective_rpc(mend_pairs)
     assert [index for index in range(len(given)) if wrong[index] != expected[index]] == [8]
 
 
@@ -262,7 +262,7 @@ def test_seeds_of_prompts_in_parts(plain: Any) -> None:
     assert_same_outputs(tokens_of(alone), tokens_of(together))
 
 
-def test_a_twin_shares_cached_prefixes(plain: Any) -> None:
+def test_a_pair_shares_cached_prefixes(plain: Any) -> None:
     prompt = prompts_of(plain, 8)[4] * 6
     text = plain.get_tokenizer().decode(prompt[-20:-10])
     outputs = [

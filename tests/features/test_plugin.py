@@ -16,7 +16,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm_ext import patches, plugin
 from vllm_ext.compat import hooks
 from vllm_ext.config import refusals
-from vllm_ext.config.runners import Choice
+from vllm_ext.config.runners import RunnerChoice
 from vllm_ext.engine import step_extras
 from vllm_ext.engine.composed import worker
 from vllm_ext.features import class_paths
@@ -187,7 +187,7 @@ def test_microbatching_is_refused(model_dir: str) -> None:
     vllm_config = config_for(model_dir, speculative_config=METHOD)
     vllm_config.parallel_config.enable_dbo = True  # afterwards: vLLM turns it off on a CPU
     with pytest.raises(ValueError, match=r"microbatching \(--enable-dbo\): it must be off"):
-        refusals.check_vllm_config(vllm_config, "token_recycling", Choice("V1", "no Triton"))
+        refusals.check_vllm_config(vllm_config, "token_recycling", RunnerChoice("V1", "no Triton"))
 
 
 def test_forced_v2_runner_is_refused(model_dir: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm_ext.cli.main import app
 from vllm_ext.config import rules
 from vllm_ext.engine.composed import scheduler, worker
-from vllm_ext.samplers import guide_file
+from vllm_ext.samplers import artifact_file
 
 SELF = {"model": "self", "self_layers": 1}
 
@@ -52,7 +52,7 @@ def names(settings: rules.RuleSettings, params: SamplingParams) -> list[str]:
         ({"async_scheduling": True}, "do not work with async_scheduling=True"),
     ],
 )
-def test_options_that_do_not_go_with_twins(slice_dir: str, options: dict[str, Any], says: str) -> None:
+def test_options_that_do_not_go_with_pairs(slice_dir: str, options: dict[str, Any], says: str) -> None:
     for rule in ("cad", "adadec"):
         with pytest.raises(ValueError, match=says):
             engine_config(slice_dir, {rule: {}}, **options)
@@ -150,7 +150,7 @@ def test_files_belong_to_the_model_they_were_made_with(
         "caad", "build", examples, "--model", slice_dir, "--output", tmp_path / "a", "--field", "truth"
     )
     assert made.exit_code == 0, made.output
-    arrays, header = guide_file.read("file", str(tmp_path / "a"), "caad")
+    arrays, header = artifact_file.read("file", str(tmp_path / "a"), "caad")
     assert f"{header.made_of} contexts of 2 answers" in made.output
     assert arrays["contexts"].shape[0] == header.made_of
     torch.testing.assert_close(arrays["contexts"].norm(dim=1), torch.ones(header.made_of))
@@ -164,7 +164,7 @@ def test_files_belong_to_the_model_they_were_made_with(
         "--field", "truth",
     )  # fmt: skip
     assert made.exit_code == 0, made.output
-    arrays, _ = guide_file.read("file", str(tmp_path / "b"), "svdecode")
+    arrays, _ = artifact_file.read("file", str(tmp_path / "b"), "svdecode")
     assert float(arrays["delta"].sum().abs()) < 1e-4
     assert bool(arrays["mu"].isfinite())
     engine_config(slice_dir, {"svdecode": {"file": str(tmp_path / "b")}})

@@ -152,20 +152,20 @@ def trained(method: str, seed: int, steps: int) -> Proposer:
 @settings(max_examples=15, deadline=None)
 def test_a_restored_proposer_drafts_what_the_old_one_would(method: str, seed: int, steps: int) -> None:
     old, new = trained(method, seed, steps), MAKE[method]()
-    new.restore(old.learned())
+    new.load_state_dict(old.state_dict())
     traffic = Traffic(seed + 1, first=1000)
     for _ in range(25):
         traffic.step(old, new)
-    again = new.learned()
-    for name, array in old.learned().items():
+    again = new.state_dict()
+    for name, array in old.state_dict().items():
         assert np.array_equal(array, again[name]), name
 
 
 @pytest.mark.parametrize("method", MAKE)
 def test_what_was_learnt_makes_a_difference(method: str) -> None:
-    fresh = MAKE[method]().learned()
+    fresh = MAKE[method]().state_dict()
     assert any(
-        not np.array_equal(array, fresh[name]) for name, array in trained(method, 1, 30).learned().items()
+        not np.array_equal(array, fresh[name]) for name, array in trained(method, 1, 30).state_dict().items()
     )
 
 
@@ -177,7 +177,7 @@ def test_learned_changes_nothing_and_is_a_copy(method: str) -> None:
     for number in range(40):
         traffic.step(one, two)
         if number % 3 == 0:
-            for array in one.learned().values():
+            for array in one.state_dict().values():
                 assert array.flags.c_contiguous
                 if array.size:
                     array.view(np.uint8)[...] = 1
@@ -185,20 +185,20 @@ def test_learned_changes_nothing_and_is_a_copy(method: str) -> None:
 
 @pytest.mark.parametrize("method", MAKE)
 def test_no_request_is_named(method: str) -> None:
-    assert "request" not in "".join(trained(method, 5, 10).learned())
+    assert "request" not in "".join(trained(method, 5, 10).state_dict())
 
 
-CASES = [(method, name) for method in MAKE for name in MAKE[method]().learned()]
+CASES = [(method, name) for method in MAKE for name in MAKE[method]().state_dict()]
 
 
 def refused(method: str, arrays: dict[str, Learned], says: str) -> None:
     with pytest.raises(ValueError, match=says):
-        MAKE[method]().restore(arrays)
+        MAKE[method]().load_state_dict(arrays)
 
 
 @pytest.mark.parametrize(("method", "name"), CASES)
 def test_what_has_another_shape_or_type_is_refused(method: str, name: str) -> None:
-    arrays = trained(method, 2, 20).learned()
+    arrays = trained(method, 2, 20).state_dict()
     array = arrays[name]
     short = name.rpartition(".")[2]
     refused(method, {key: value for key, value in arrays.items() if key != name}, f"{short} is missing")
@@ -213,7 +213,7 @@ def test_what_has_another_shape_or_type_is_refused(method: str, name: str) -> No
 
 @pytest.mark.parametrize(("method", "name"), CASES)
 def test_values_out_of_range_are_refused(method: str, name: str) -> None:
-    arrays = trained(method, 2, 20).learned()
+    arrays = trained(method, 2, 20).state_dict()
     short = name.rpartition(".")[2]
     bad: dict[str, list[Any]] = {
         "hits": [-0.1, np.nan, np.inf, 199.9],
@@ -239,7 +239,7 @@ def test_values_out_of_range_are_refused(method: str, name: str) -> None:
 @settings(max_examples=30, deadline=None)
 def test_whatever_is_let_in_is_safe(method: str, data: st.DataObject) -> None:
     """Random bits in one array: refused, or drafts of existing tokens only."""
-    arrays = trained(method, 2, data.draw(st.sampled_from([0, 20]))).learned()
+    arrays = trained(method, 2, data.draw(st.sampled_from([0, 20]))).state_dict()
     name = data.draw(st.sampled_from(sorted(arrays)))
     array = np.array(arrays[name])
     random = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1)))
@@ -255,7 +255,7 @@ def test_whatever_is_let_in_is_safe(method: str, data: st.DataObject) -> None:
         )
     proposer = MAKE[method]()
     try:
-        proposer.restore({**arrays, name: array})
+        proposer.load_state_dict({**arrays, name: array})
     except ValueError:
         return
     requests = [
@@ -303,18 +303,18 @@ def test_a_rebuilt_index_answers_alike(
 
 
 def test_a_row_with_one_token_twice_is_refused() -> None:
-    arrays = trained("token_recycling", 2, 20).learned()
+    arrays = trained("token_recycling", 2, 20).state_dict()
     arrays["successors"][0] = 3, 4, 3
     refused("token_recycling", arrays, "successors has a row with one token twice")
     arrays["successors"][0] = 3, -1, -1
-    MAKE["token_recycling"]().restore(arrays)
+    MAKE["token_recycling"]().load_state_dict(arrays)
 
 
 def entries(*rows: tuple[int, list[int], list[float]]) -> dict[str, Learned]:
     """What a `Stand` of width 3 may have learnt: keys, successors and weights."""
     keys, successors, weights = zip(*rows, strict=True)
     return {
-        **MAKE["stand"]().learned(),
+        **MAKE["stand"]().state_dict(),
         "keys": np.array(keys, np.int64),
         "used": np.arange(1, len(rows) + 1),
         "counts": np.ones(len(rows), np.int32),
@@ -344,13 +344,13 @@ def test_a_row_that_no_table_can_have_is_refused(
 def test_rows_that_a_table_can_have() -> None:
     """Nothing known, also after all; and shares so small that they are none."""
     rows = ([-1, -1, -1], [0.0] * 3), ([3, -1, -1], [1.0, 0.0, 0.0]), ([3, 4, 5], [1.0, 0.0, 0.0])
-    MAKE["stand"]().restore(entries(*((key, *row) for key, row in enumerate(rows))))
-    MAKE["stand"]().restore(MAKE["stand"]().learned())
+    MAKE["stand"]().load_state_dict(entries(*((key, *row) for key, row in enumerate(rows))))
+    MAKE["stand"]().load_state_dict(MAKE["stand"]().state_dict())
 
 
 def test_contexts_without_a_place_are_refused() -> None:
     row = [3, 4, 5], [0.5, 0.3, 0.2]
-    MAKE["stand"]().restore(entries(*((key, *row) for key in range(4))))  # all of the same slots
+    MAKE["stand"]().load_state_dict(entries(*((key, *row) for key in range(4))))  # all of the same slots
     refused("stand", entries(*((key, *row) for key in (0, 1, 2, 3, 7))), r"keys\[4\]=7 has no place")
     refused("stand", entries(*((key, *row) for key in (9, 8, 9))), r"keys\[2\]=9 has no place")
 
@@ -359,8 +359,8 @@ def test_another_size_of_the_shared_index_keeps_the_end() -> None:
     old = trained("suffix_tree", 4, 60)
     smaller = SuffixDecoding(VOCAB, 1)
     smaller.shared = SuffixIndex.empty(16)
-    smaller.restore(old.learned())
-    assert np.array_equal(smaller.learned()["tokens"], old.learned()["tokens"][-16:])
+    smaller.load_state_dict(old.state_dict())
+    assert np.array_equal(smaller.state_dict()["tokens"], old.state_dict()["tokens"][-16:])
 
 
 def test_finished_outputs_count_before_they_are_shared() -> None:
@@ -368,9 +368,9 @@ def test_finished_outputs_count_before_they_are_shared() -> None:
     request = Request("r", np.array([1, 2, 3, 4, 5], np.int32), 2, 4, 4, GREEDY)
     old.start(request)
     old.propose([request])
-    assert old.learned()["tokens"].tolist() == []
+    assert old.state_dict()["tokens"].tolist() == []
     old.finish("r")
-    kept = old.learned()
+    kept = old.state_dict()
     assert kept["tokens"].tolist() == [1, 2, 3, 4, 5, SEPARATOR]
     assert kept["findable"].tolist() == [False, True, True, True, True, True]
 
@@ -385,7 +385,7 @@ def test_asking_one_rank_does_not_change_the_order_of_sharing() -> None:
         proposer.propose(requests)
         proposer.finish("b")
         if proposer is asked:
-            proposer.learned()
+            proposer.state_dict()
         proposer.finish("a")
         proposer.propose([])
     for field in SuffixIndex._fields:
@@ -394,11 +394,11 @@ def test_asking_one_rank_does_not_change_the_order_of_sharing() -> None:
 
 def test_nothing_is_kept_by_default() -> None:
     class Forgetful(Rest):
-        learned = Proposer.learned
-        restore = Proposer.restore
+        state_dict = Proposer.state_dict
+        load_state_dict = Proposer.load_state_dict
 
     proposer = Forgetful(STORE)
-    assert proposer.learned() == {}
-    proposer.restore({})
+    assert proposer.state_dict() == {}
+    proposer.load_state_dict({})
     with pytest.raises(ValueError, match="hits is unknown"):
-        proposer.restore({"hits": np.zeros(1)})
+        proposer.load_state_dict({"hits": np.zeros(1)})

@@ -15,7 +15,7 @@ from scipy.stats import chisquare
 
 from vllm_ext.kernels.chance import Chance, RandomChance
 from vllm_ext.kernels.sparse import Sparse
-from vllm_ext.proposers.dyspec import DrawnTree
+from vllm_ext.proposers.dyspec import SampledTree
 from vllm_ext.proposers.likeliest_tree import LikeliestTree
 from vllm_ext.proposers.rsd import BeamTree, BranchingTree
 from vllm_ext.proposers.sampled import ASKED_PER_NODE, ROOT, TreeBuilder, grow
@@ -67,7 +67,7 @@ def verify(builder: TreeBuilder, chance: Chance, target: Model = TARGET) -> list
 
 
 def dyspec(nodes: int, depth: int, least: float = 0.0) -> Callable[[Chance], TreeBuilder]:
-    return lambda chance: DrawnTree(nodes, depth, chance, least)
+    return lambda chance: SampledTree(nodes, depth, chance, least)
 
 
 def rsd_c(nodes: int, *branching: int) -> Callable[[Chance], TreeBuilder]:
@@ -113,7 +113,7 @@ def test_independent_drafts_have_the_targets_law(k: int, length: int) -> None:
 
 def test_a_dyspec_tree_that_is_cut_by_what_was_drawn_is_biased() -> None:
     def code(chance: Script) -> list[int]:
-        builder = DrawnTree(4, 3, chance)
+        builder = SampledTree(4, 3, chance)
         drafted(builder)
         tree = builder.tree()
         depth = int((tree.parents == ROOT).sum())  # of the children only, for short
@@ -138,7 +138,7 @@ class Keyed:
 @pytest.mark.parametrize(("nodes", "depth"), [(6, 9), (12, 3), (40, 4)])
 def test_dyspec_in_layers_is_dyspec_one_at_a_time(seed: int, nodes: int, depth: int) -> None:
     draft = Model(seed, vocab=6)
-    builder = DrawnTree(nodes, depth, Keyed())
+    builder = SampledTree(nodes, depth, Keyed())
     rounds = drafted(builder, draft=draft)
     # The paper's algorithm: pop, draw, push two.
     slots: list[tuple[float, int, list[int], np.ndarray]] = [(-1.0, 0, [], draft.after([]))]
@@ -162,7 +162,7 @@ def test_dyspec_in_layers_is_dyspec_one_at_a_time(seed: int, nodes: int, depth: 
 
 def test_a_draft_that_is_the_target_is_accepted_to_the_leftmost_leaf() -> None:
     def code(chance: Script) -> tuple[int, int]:
-        builder = DrawnTree(4, 9, chance)
+        builder = SampledTree(4, 9, chance)
         drafted(builder, draft=TARGET)
         parents, node, depth = builder.tree().parents.tolist(), ROOT, 0
         while node in parents:
@@ -199,7 +199,7 @@ def test_the_likeliest_nodes(seed: int, nodes: int) -> None:
 def test_no_more_is_asked_for_than_has_a_place(drawn: bool, nodes: int, seed: int) -> None:
     asked: list[int] = []
     noise = RandomChance(np.random.default_rng(0))
-    builder = DrawnTree(nodes, 6, noise) if drawn else LikeliestTree(nodes, 6)
+    builder = SampledTree(nodes, 6, noise) if drawn else LikeliestTree(nodes, 6)
     draft = Model(seed, vocab=12)
 
     def answer(wanted: Sequence[tuple[int, int]]) -> list[Sparse]:
@@ -226,7 +226,7 @@ def test_trees_end_where_a_pass_reaches_too_little() -> None:
     assert drafted(*twins, least_reach=least) == rounds
     # Without its first round there is no tree.
     assert drafted(LikeliestTree(6, 6), least_reach=9.0) == 1
-    free, held = (DrawnTree(6, 6, RandomChance(np.random.default_rng(0))) for _ in range(2))
+    free, held = (SampledTree(6, 6, RandomChance(np.random.default_rng(0))) for _ in range(2))
     assert drafted(free) == drafted(held, least_reach=9.0) > 1
     assert free.tokens == held.tokens
 
@@ -234,11 +234,11 @@ def test_trees_end_where_a_pass_reaches_too_little() -> None:
 def test_requests_grow_side_by_side() -> None:
     chances = [RandomChance(np.random.default_rng(seed)) for seed in (1, 2, 1)]
     builders: list[TreeBuilder] = [
-        DrawnTree(6, 4, chances[0]),
+        SampledTree(6, 4, chances[0]),
         BranchingTree((2, 1), 9, chances[1]),
         LikeliestTree(0, 4),
     ]
-    alone = DrawnTree(6, 4, chances[2])
+    alone = SampledTree(6, 4, chances[2])
     rounds = drafted(alone)
     assert drafted(*builders) == max(rounds, 2)
     assert builders[0].tokens == alone.tokens

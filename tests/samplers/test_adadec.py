@@ -47,8 +47,8 @@ def test_rows_that_are_not_sure_are_put_off() -> None:
     rows[0] = row_of(0, adadec_candidates=2, adadec_lookahead=9)
     rule.apply(result, rows)
     assert torch.equal(result, logits)
-    assert sorted(rule.paused) == np.flatnonzero(entropy > threshold).tolist()
-    for place, pause in rule.paused.items():
+    assert sorted(rule.deferrals) == np.flatnonzero(entropy > threshold).tolist()
+    for place, pause in rule.deferrals.items():
         count, lookahead = (2, 9) if place == 0 else (3, 5)
         best = np.argsort(-p[place])[:count]
         assert (pause.at, pause.lookahead) == (place, lookahead)
@@ -61,13 +61,13 @@ def test_rows_that_are_not_sure_are_put_off() -> None:
 def test_above_all_entropy_nothing_is_put_off() -> None:
     rule, logits = rule_of(threshold=math.log(len(PIECES)) + 0.1), torch.zeros(3, len(PIECES))
     rule.apply(logits, [row_of()] * 3)
-    assert rule.paused == {}
+    assert rule.deferrals == {}
 
 
 def test_what_was_chosen_is_the_token() -> None:
     rule, logits = rule_of(threshold=0.0), logits_of(1, 3)
     rule.apply(logits, [row_of(4, {4: 7}), row_of(5, {4: 7}), row_of(4, {4: 7, 5: 8})])
-    assert list(rule.paused) == [1]
+    assert list(rule.deferrals) == [1]
     assert logits.argmax(1).tolist()[::2] == [7, 7]
     assert (logits > -torch.inf).sum(1).tolist() == [1, len(PIECES), 1]
 

@@ -204,11 +204,11 @@ def test_asap_remembers_over_restarts_within_its_memory() -> None:
         applied(one, row(prefix, params))
     applied(one, row([], AsapParams(asap_regex="1")))
     other = asap()
-    other.restore(one.learned())
+    other.load_state_dict(one.state_dict())
     for prefix in PREFIXES:
         assert torch.equal(applied(one, row(prefix, params)), applied(other, row(prefix, params)))
     assert not torch.equal(applied(one, row([], params)), applied(asap(), row([], params)))
-    left, right = one.learned(), other.learned()
+    left, right = one.state_dict(), other.state_dict()
     assert left.keys() == right.keys()
     for name in left:
         assert np.array_equal(left[name], right[name]), name
@@ -218,7 +218,7 @@ def test_asap_takes_over_nothing_that_it_cannot_have_learnt() -> None:
     one, params = asap(), AsapParams(asap_regex=PATTERN)
     for prefix in PREFIXES:
         applied(one, row(prefix, params))
-    good = one.learned()
+    good = one.state_dict()
     for name, place, change in (
         ("0.parent", -1, 900),
         ("0.parent", 0, 0),
@@ -237,13 +237,13 @@ def test_asap_takes_over_nothing_that_it_cannot_have_learnt() -> None:
         bad[name][place] = change
         fresh = asap()
         with pytest.raises(ValueError):  # each check has its own words
-            fresh.restore(bad)
-        assert fresh.learned().keys() == {"keys"}
+            fresh.load_state_dict(bad)
+        assert fresh.state_dict().keys() == {"keys"}
     for keys in (good["keys"][:, :8], np.concatenate([good["keys"], good["keys"]]), good["keys"].ravel()):
         with pytest.raises(ValueError, match=r"keys|1\.parent"):
-            asap().restore({**good, "keys": keys})
+            asap().load_state_dict({**good, "keys": keys})
     with pytest.raises(ValueError, match="is missing"):
-        asap().restore({key: array for key, array in good.items() if key != "0.p"})
+        asap().load_state_dict({key: array for key, array in good.items() if key != "0.p"})
 
 
 def test_the_memory_of_asap_is_bounded() -> None:
@@ -256,7 +256,7 @@ def test_the_memory_of_asap_is_bounded() -> None:
             logits = logits_of(prefix)
             rule.apply(logits, [replace(row(prefix, params), prompt=prompt)])
     assert 3 << 20 < rule.num_bytes <= 4 << 20
-    saved = rule.learned()
+    saved = rule.state_dict()
     assert sum(array.nbytes for array in saved.values()) <= 4 << 20
     assert len(saved["keys"]) > 10
 

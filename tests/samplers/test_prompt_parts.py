@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The prompts of twins of requests: without a part, with another text instead, and others altogether."""
+"""The prompts of pairs of requests: without a part, with another text instead, and others altogether."""
 
 from __future__ import annotations
 
@@ -51,12 +51,12 @@ def text_of(tokens: list[int]) -> bytes:
     ],
 )
 def test_the_prompt_without_a_context(prompt: list[int], context: str, rest: list[int]) -> None:
-    twin = CadRule.twin_prompt(CadParams(cad_context=context), prompt_of(prompt))
-    assert twin.tokens == rest
-    assert twin.field == "cad_context"
-    kept = [place for place in twin.places if place >= 0]
+    pair = CadRule.paired_prompt(CadParams(cad_context=context), prompt_of(prompt))
+    assert pair.tokens == rest
+    assert pair.field == "cad_context"
+    kept = [place for place in pair.places if place >= 0]
     assert kept == list(range(len(rest)))
-    assert [token for token, place in zip(prompt, twin.places, strict=True) if place >= 0] == rest
+    assert [token for token, place in zip(prompt, pair.places, strict=True) if place >= 0] == rest
 
 
 @pytest.mark.parametrize(
@@ -69,7 +69,7 @@ def test_the_prompt_without_a_context(prompt: list[int], context: str, rest: lis
 )
 def test_contexts_that_are_refused(prompt: list[int], context: str, says: str) -> None:
     with pytest.raises(ValueError, match=says):
-        CadRule.twin_prompt(CadParams(cad_context=context), prompt_of(prompt))
+        CadRule.paired_prompt(CadParams(cad_context=context), prompt_of(prompt))
 
 
 @pytest.mark.parametrize(
@@ -92,23 +92,23 @@ def test_contexts_that_are_refused(prompt: list[int], context: str, says: str) -
 def test_another_text_instead_of_a_context(
     prompt: list[int], context: str, negative: str, expected: list[int]
 ) -> None:
-    twin = CadRule.twin_prompt(CadParams(cad_context=context, cad_negative=negative), prompt_of(prompt))
-    assert twin.tokens == expected
+    pair = CadRule.paired_prompt(CadParams(cad_context=context, cad_negative=negative), prompt_of(prompt))
+    assert pair.tokens == expected
     if negative.strip():
-        assert twin.field == "cad_negative"
+        assert pair.field == "cad_negative"
         replaced = text_of(prompt).replace(context.strip().encode(), negative.strip().encode())
-        assert text_of(twin.tokens) == replaced
-    assert len(twin.places) == len(prompt)
-    for token, place in zip(prompt, twin.places, strict=True):
-        assert place < 0 or twin.tokens[place] == token
+        assert text_of(pair.tokens) == replaced
+    assert len(pair.places) == len(prompt)
+    for token, place in zip(prompt, pair.places, strict=True):
+        assert place < 0 or pair.tokens[place] == token
 
 
 def test_a_part_that_begins_within_a_token_of_two_characters() -> None:
     """Whole characters are encoded: tokens that hold half of one each go along."""
     pieces = [b"a\xc3", b"\xa9b\xc3", b"\xa9c"]
-    twin = without(Prompt([1, 2, 3], pieces, encode, encode), "b", "field", "x", "other")
-    assert twin.tokens == encode("a\u00e9x\u00e9c")
-    assert twin.places == [-1, -1, -1]
+    pair = without(Prompt([1, 2, 3], pieces, encode, encode), "b", "field", "x", "other")
+    assert pair.tokens == encode("a\u00e9x\u00e9c")
+    assert pair.places == [-1, -1, -1]
 
 
 @pytest.mark.parametrize(
@@ -122,14 +122,14 @@ def test_a_part_that_begins_within_a_token_of_two_characters() -> None:
 def test_a_negative_prompt_alone(negative: str, expected: list[int], places: list[int]) -> None:
     params = CadParams(cad_negative=negative)
     assert CadRule.problem(CadOptions(), params, ASKED) is None
-    assert CadRule.twin_prompt(params, prompt_of([7, 2, 3, 8])) == (expected, places, "cad_negative")
+    assert CadRule.paired_prompt(params, prompt_of([7, 2, 3, 8])) == (expected, places, "cad_negative")
 
 
 def test_negative_prompts_that_are_refused() -> None:
     with pytest.raises(ValueError, match=r"cad_negative='  ' has no tokens; give other text, or ''"):
-        CadRule.twin_prompt(CadParams(cad_negative="  "), prompt_of([7, 8]))
+        CadRule.paired_prompt(CadParams(cad_negative="  "), prompt_of([7, 8]))
     with pytest.raises(ValueError, match="cad_context='village' is not in the prompt"):
-        CadRule.twin_prompt(CadParams(cad_context="village", cad_negative="x"), prompt_of([7, 8]))
+        CadRule.paired_prompt(CadParams(cad_context="village", cad_negative="x"), prompt_of([7, 8]))
     problem = CadRule.problem(CadOptions(), CadParams(cad_context=" ", cad_negative="x"), ASKED)
     assert problem is not None
     assert "leave it out; cad_negative alone is a prompt of its own" in problem

@@ -22,7 +22,7 @@ LENGTH = 3
 EXACT = 1e-13
 
 
-class Drawn:
+class SampledDrafts:
     """A tree of paths; row 0 is the root."""
 
     def __init__(self) -> None:
@@ -45,9 +45,9 @@ class Drawn:
         return verify([path[-1] if path else 0 for path in self.paths], self.parents, draw)
 
 
-def without_replacement(chance: Chance, branching: Sequence[int], draft: Model = DRAFT) -> Drawn:
+def without_replacement(chance: Chance, branching: Sequence[int], draft: Model = DRAFT) -> SampledDrafts:
     """So many children of each node of each depth, drawn one after the other."""
-    tree = Drawn()
+    tree = SampledDrafts()
     rows = [0]
     for children in branching:
         below = []
@@ -89,7 +89,7 @@ def test_what_the_builder_must_keep() -> None:
 
     def chosen(chance: Script) -> list[int]:
         """The likeliest children, as if they had been drawn."""
-        tree = Drawn()
+        tree = SampledDrafts()
         for token in np.argsort(-DRAFT.rows[0])[:2]:
             tree.add(0, int(token))
         return tree.verify(chance)
@@ -133,7 +133,7 @@ def test_a_greedy_target_takes_its_token_wherever_it_stands() -> None:
 
 def spectr(chance: Chance, k: int, length: int) -> list[int]:
     """``k`` drafts, and the tree they are together."""
-    tree = Drawn()
+    tree = SampledDrafts()
     rows = np.zeros((k, length + 1), np.int32)
     for draft in range(k):
         for depth in range(length):
@@ -188,7 +188,7 @@ def test_rho_is_valid_and_more_drafts_accept_more() -> None:
 def test_drafts_that_have_nothing_in_common_with_the_target() -> None:
     p, q = np.array([0.5, 0.5, 0.0]), np.array([0.0, 0.0, 1.0])
     assert (left_of(p, q, smallest_rho(p, q, 2), 2) == p).all()
-    tree = Drawn()
+    tree = SampledDrafts()
     tree.add(0, 2)
     target, draft = Model(1), Model(2)
     target.rows, draft.rows = np.tile(p, (3, 1)), np.tile(q, (3, 1))

@@ -12,8 +12,9 @@ import pytest
 import torch
 from helpers import ASKED, own_prompts
 
-from vllm_ext.samplers import guide_file, svdecode
+from vllm_ext.samplers import artifact_file, svdecode
 from vllm_ext.samplers.anchored import AnchoredOptions, AnchoredParams, AnchoredRule
+from vllm_ext.samplers.artifact_file import Header
 from vllm_ext.samplers.base import Row
 from vllm_ext.samplers.caad import CaadOptions, CaadParams, CaadRule
 from vllm_ext.samplers.cad import CadOptions, CadParams, CadRule
@@ -24,7 +25,6 @@ from vllm_ext.samplers.entropy_adaptive import (
     EntropyAdaptiveParams,
     EntropyAdaptiveRule,
 )
-from vllm_ext.samplers.guide_file import Header
 from vllm_ext.samplers.lol import LolOptions, LolParams, LolRule
 from vllm_ext.samplers.momentum import MomentumOptions, MomentumParams, MomentumRule
 from vllm_ext.samplers.svdecode import SvdecodeOptions, SvdecodeParams, SvdecodeRule
@@ -65,7 +65,7 @@ def real(model_dir: str) -> SimpleNamespace:
     )
 
 
-class Beside:
+class AuxLogits:
     def __init__(self, real: SimpleNamespace) -> None:
         self._real = real
 
@@ -84,7 +84,7 @@ class Beside:
         found: torch.Tensor = self._real.hidden
         return found
 
-    def of_twins(self, which: Any) -> SimpleNamespace:
+    def of_pairs(self, which: Any) -> SimpleNamespace:
         assert all(which)
         return SimpleNamespace(target=lambda: self._real.without)
 
@@ -95,7 +95,7 @@ def header(rule: str) -> Header:
 
 def applied(rule: Any, real: SimpleNamespace, params: Any, num_rows: int | None = None) -> torch.Tensor:
     """Of the last rows, or of all: each a request of its own, at its first token."""
-    rule.beside = Beside(real)
+    rule.aux_logits = AuxLogits(real)
     found = real.final.clone() if num_rows is None else real.final[-num_rows:].clone()
     texts = real.texts[-len(found) :]
     rule.apply(found, [Row(text, [], 2, params, ASKED) for text in texts])
@@ -217,7 +217,7 @@ def test_entropy_adaptive(real: SimpleNamespace) -> None:
     entropies: list[float] = []
     target, since, from_companion = True, 2, 0
     for place in range(len(real.final)):
-        rule.beside = Beside(SimpleNamespace(amateur=real.amateur[place : place + 1]))
+        rule.aux_logits = AuxLogits(SimpleNamespace(amateur=real.amateur[place : place + 1]))
         found = real.final[place : place + 1].clone()
         output = [1] * place
         rule.apply(found, [Row([1], output, 2, EntropyAdaptiveParams(), ASKED, kept=kept)])
@@ -249,7 +249,7 @@ def test_svdecode(real: SimpleNamespace, tmp_path: Path) -> None:
     torch.testing.assert_close(directions[:1][kept[:1]][None], by_hand, rtol=0, atol=1e-5)
     delta = directions.mean(0).float()
     file = tmp_path / "task.guide"
-    guide_file.write(file, {"delta": delta, "mu": torch.tensor(3.0)}, header("svdecode"))
+    artifact_file.write(file, {"delta": delta, "mu": torch.tensor(3.0)}, header("svdecode"))
     found = applied(SvdecodeRule(SvdecodeOptions(file=str(file))), real, SvdecodeParams())
     expected = torch.where(kept, real.final.double() + 3.0 * delta.double(), real.final.double())
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
@@ -264,7 +264,7 @@ def test_caad(real: SimpleNamespace, tmp_path: Path) -> None:
     gains = best.values - best.values[:, -1:]
     file = tmp_path / "store"
     arrays = {"contexts": contexts, "ids": best.indices.int(), "gains": gains}
-    guide_file.write(file, arrays, header("caad"))
+    artifact_file.write(file, arrays, header("caad"))
     rule = CaadRule(CaadOptions(file=str(file), threshold=0.3))
     options = rule.options
     found = applied(rule, real, CaadParams())

@@ -16,8 +16,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from vllm_ext.samplers import anchored, dola, guide_file, momentum, svdecode
+from vllm_ext.samplers import anchored, artifact_file, dola, momentum, svdecode
 from vllm_ext.samplers.anchored import AnchoredOptions, AnchoredParams, AnchoredRule
+from vllm_ext.samplers.artifact_file import Header
 from vllm_ext.samplers.base import Asked, Row
 from vllm_ext.samplers.caad import CaadOptions, CaadParams, CaadRule
 from vllm_ext.samplers.cad import CadOptions, CadParams, CadRule
@@ -28,7 +29,6 @@ from vllm_ext.samplers.entropy_adaptive import (
     EntropyAdaptiveParams,
     EntropyAdaptiveRule,
 )
-from vllm_ext.samplers.guide_file import Header
 from vllm_ext.samplers.lol import LolOptions, LolParams, LolRule
 from vllm_ext.samplers.momentum import MomentumOptions, MomentumParams, MomentumRule
 from vllm_ext.samplers.steering import SteeringRule
@@ -52,10 +52,10 @@ class Fixed:
         second_early: torch.Tensor | None = None,
         hidden: torch.Tensor | None = None,
         target: torch.Tensor | None = None,
-        twin: Fixed | None = None,
+        pair: Fixed | None = None,
     ) -> None:
         self._early, self._second, self._second_early, self._hidden = early, second, second_early, hidden
-        self._target, self._twin = target, twin
+        self._target, self._pair = target, pair
 
     def layers(self, layers: Sequence[int], norm: bool, ids: Any = None) -> torch.Tensor:
         assert self._early is not None
@@ -74,12 +74,12 @@ class Fixed:
         assert self._target is not None
         return self._target
 
-    def of_twins(self, which: Sequence[bool]) -> Fixed:
-        assert self._twin is not None
+    def of_pairs(self, which: Sequence[bool]) -> Fixed:
+        assert self._pair is not None
         rows, mixed = torch.tensor(which)[:, None], Fixed()
         for name in ("_early", "_second", "_second_early", "_target"):
-            twin, own = getattr(self._twin, name), getattr(self, name)
-            setattr(mixed, name, twin if own is None else torch.where(rows, twin, own))
+            pair, own = getattr(self._pair, name), getattr(self, name)
+            setattr(mixed, name, pair if own is None else torch.where(rows, pair, own))
         return mixed
 
     def hidden(self) -> torch.Tensor:
@@ -96,10 +96,10 @@ def rows_of(params: Any, count: int, asked: Asked = ASKED) -> list[Row]:
 
 
 def applied(
-    rule: SteeringRule, logits: torch.Tensor, rows: Sequence[Row], beside: Fixed | None = None
+    rule: SteeringRule, logits: torch.Tensor, rows: Sequence[Row], aux_logits: Fixed | None = None
 ) -> torch.Tensor:
-    if beside is not None:
-        rule.beside = beside
+    if aux_logits is not None:
+        rule.aux_logits = aux_logits
     result = logits.clone()
     rule.apply(result, rows)
     return result
@@ -159,8 +159,8 @@ def test_contrastive_ratio_is_the_formula() -> None:
 def test_contrastive_properties() -> None:
     expert, amateur = logits_of(2, 5), logits_of(3, 5)
     rows = rows_of(ContrastiveParams(), 5)
-    beside = Fixed(second=amateur)
-    strict = applied(contrastive(alpha=1.0), expert, rows, beside)
+    aux_logits = Fixed(second=amateur)
+    strict = applied(contrastive(alpha=1.0), expert, rows, aux_logits)
     assert torch.equal(strict.argmax(1), expert.argmax(1))
     same = applied(contrastive(), expert, rows, Fixed(second=expert))
     kept = same > -INF
@@ -168,7 +168,7 @@ def test_contrastive_properties() -> None:
     even = applied(contrastive(form="ratio"), expert, rows, Fixed(second=expert))
     assert float((even[kept].exp() - 1).abs().max()) < 1e-5
     shifted = applied(contrastive(), expert, rows, Fixed(second=amateur + 7.0))
-    found = applied(contrastive(), expert, rows, beside)
+    found = applied(contrastive(), expert, rows, aux_logits)
     torch.testing.assert_close(shifted.softmax(1), found.softmax(1), atol=1e-5, rtol=1e-4)
     p = expert.softmax(1)
     assert bool((p[found > -INF] >= 0.0999 * p.amax(1, keepdim=True).expand_as(p)[found > -INF]).all())
@@ -258,13 +258,13 @@ def test_divergences_are_symmetric_and_bounded() -> None:
 def test_dola_among_few_tokens() -> None:
     """The layer is chosen as if there were no others; with all of them among these nothing is different."""
     final, early = logits_of(0, 8), logits_of(1, 3, 8)
-    rows, beside = rows_of(DolaParams(), 8), Fixed(early=early)
-    every = applied(dola_rule(candidates=[2, 4, 8]), final, rows, beside)
+    rows, aux_logits = rows_of(DolaParams(), 8), Fixed(early=early)
+    every = applied(dola_rule(candidates=[2, 4, 8]), final, rows, aux_logits)
     torch.testing.assert_close(
-        applied(dola_rule(candidates=[2, 4, 8], among=VOCAB), final, rows, beside).softmax(1),
+        applied(dola_rule(candidates=[2, 4, 8], among=VOCAB), final, rows, aux_logits).softmax(1),
         every.softmax(1),
     )
-    found = applied(dola_rule(candidates=[2, 4, 8], among=6), final, rows, beside)
+    found = applied(dola_rule(candidates=[2, 4, 8], among=6), final, rows, aux_logits)
     for row in range(8):
         ids = final[row].topk(6).indices
         layer, _ = dola_by_formula(
@@ -465,18 +465,18 @@ def test_thresholds_that_leave_one_model() -> None:
 
 
 def test_lol_behind_an_instruction() -> None:
-    """Of rows with one all but the last term is of the twin's; without it nothing is."""
+    """Of rows with one all but the last term is of the pair's; without it nothing is."""
     own = [logits_of(seed, 4) for seed in range(4)]
-    twins = [logits_of(seed + 10, 4) for seed in range(4)]
+    pairs = [logits_of(seed + 10, 4) for seed in range(4)]
     expert, amateur, low, low_amateur = own
     expert[:, 11] = -INF  # as a grammar leaves it
-    twins[0][:, 11] = 30.0
-    beside = Fixed(
+    pairs[0][:, 11] = 30.0
+    aux_logits = Fixed(
         low[None],
         amateur,
         low_amateur[None],
         target=expert,
-        twin=Fixed(twins[2][None], twins[1], twins[3][None], target=twins[0]),
+        pair=Fixed(pairs[2][None], pairs[1], pairs[3][None], target=pairs[0]),
     )
     rule = LolRule(LolOptions(model="amateur", omega=0.6, alpha=0.01, mu=0.7))
     rule.layer_numbers, rule.companion_layer_numbers = [6], [3]
@@ -486,9 +486,9 @@ def test_lol_behind_an_instruction() -> None:
         *rows_of(without, 1),
         *rows_of(LolParams(lol_instruction="x", lol_mu=0.0), 1),
     ]
-    found = applied(rule, expert, rows, beside)
+    found = applied(rule, expert, rows, aux_logits)
     for row in range(4):
-        z, a, z_j, a_j = [each[row].double().numpy() for each in (own if row == 2 else twins)]
+        z, a, z_j, a_j = [each[row].double().numpy() for each in (own if row == 2 else pairs)]
         z = np.where(expert[row].numpy() == -INF, -INF, z)
         scores = 2 * z - a + 0.6 * (2 * z_j - a_j)
         if row < 2:
@@ -501,8 +501,8 @@ def test_lol_is_the_formula() -> None:
     expert, low, amateur, low_amateur = (logits_of(seed, 4) for seed in range(4))
     rule = LolRule(LolOptions(model="amateur", low_beta=0.7))
     rule.layer_numbers, rule.companion_layer_numbers = [6], [3]
-    beside = Fixed(early=low[None], second=amateur, second_early=low_amateur[None])
-    found = applied(rule, expert, rows_of(LolParams(lol_beta=0.4, lol_omega=0.6), 4), beside)
+    aux_logits = Fixed(early=low[None], second=amateur, second_early=low_amateur[None])
+    found = applied(rule, expert, rows_of(LolParams(lol_beta=0.4, lol_omega=0.6), 4), aux_logits)
     for row in range(4):
         p, q, r, s = (np.log(softmax(z[row].double().numpy())) for z in (expert, amateur, low, low_amateur))
         expected = 1.4 * p - 0.4 * q + 0.6 * (1.7 * r - 0.7 * s)
@@ -555,7 +555,7 @@ def test_the_best_strength_is_a_newton_step() -> None:
 def test_svdecode_moves_plausible_tokens_only(tmp_path: Path) -> None:
     delta = logits_of(7, 1)[0]
     file = tmp_path / "task.guide"
-    guide_file.write(file, {"delta": delta[:200].clone(), "mu": torch.tensor(2.0)}, header("svdecode"))
+    artifact_file.write(file, {"delta": delta[:200].clone(), "mu": torch.tensor(2.0)}, header("svdecode"))
     rule = SvdecodeRule(SvdecodeOptions(file=str(file), alpha=0.3))
     logits = logits_of(0, 3)
     rows = rows_of(SvdecodeParams(), 1) + rows_of(SvdecodeParams(svdecode_strength=0.0), 1)
@@ -581,7 +581,9 @@ def test_caad_adds_what_neighbours_say(tmp_path: Path) -> None:
     kept = logits_of(3, 20).log_softmax(1).topk(12, 1)
     gains = kept.values - kept.values[:, -1:]
     file = tmp_path / "store"
-    guide_file.write(file, {"contexts": contexts, "ids": kept.indices.int(), "gains": gains}, header("caad"))
+    artifact_file.write(
+        file, {"contexts": contexts, "ids": kept.indices.int(), "gains": gains}, header("caad")
+    )
     rule = CaadRule(CaadOptions(file=str(file), neighbours=3, threshold=0.5, temperature=0.2))
     logits, hidden = logits_of(0, 4), torch.randn(4, 16, generator=generator)
     hidden[0], hidden[1] = contexts[5] * 7.0, contexts[5] + 0.1 * hidden[1]
@@ -608,14 +610,14 @@ def test_caad_adds_what_neighbours_say(tmp_path: Path) -> None:
 
 def test_files_of_other_rules_are_refused(tmp_path: Path) -> None:
     file = tmp_path / "task.guide"
-    guide_file.write(file, {"delta": torch.zeros(3), "mu": torch.tensor(2.0)}, header("svdecode"))
+    artifact_file.write(file, {"delta": torch.zeros(3), "mu": torch.tensor(2.0)}, header("svdecode"))
     with pytest.raises(ValueError, match="is a file of rule svdecode, not of caad"):
-        guide_file.read("file", str(file), "caad")
+        artifact_file.read("file", str(file), "caad")
     with pytest.raises(ValueError, match=r"file='/none' cannot be read .*`vllm-ext caad build`"):
-        guide_file.read("file", "/none", "caad")
+        artifact_file.read("file", "/none", "caad")
     file.write_bytes(file.read_bytes()[:-3])
     with pytest.raises(ValueError, match="cannot be read"):
-        guide_file.read("file", str(file), "svdecode")
+        artifact_file.read("file", str(file), "svdecode")
 
 
 @pytest.mark.parametrize(
@@ -647,7 +649,7 @@ def test_cad_is_the_formula(alpha: float, least: float) -> None:
         rule,
         with_it,
         rows_of(CadParams(cad_context="x", cad_alpha=alpha), 5),
-        Fixed(twin=Fixed(target=without)),
+        Fixed(pair=Fixed(target=without)),
     )
     for row in range(5):
         z, z_0 = with_it[row].double().numpy(), without[row].double().numpy()
@@ -669,7 +671,7 @@ def test_cad_is_linear_in_alpha() -> None:
             CadRule(CadOptions(alpha=a)),
             z,
             rows_of(CadParams(cad_context="x"), 3),
-            Fixed(twin=Fixed(target=z_0)),
+            Fixed(pair=Fixed(target=z_0)),
         )
         for a in (0.0, 1.0, 2.0)
     ]

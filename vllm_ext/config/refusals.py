@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from vllm_ext.config.rules import RuleSettings
-    from vllm_ext.config.runners import Choice
+    from vllm_ext.config.runners import RunnerChoice
 
 
 def check_engine_args(args: Any, method: str) -> None:
@@ -38,7 +38,7 @@ def check_engine_args(args: Any, method: str) -> None:
             raise ValueError(_refusal(method, what, rule))
 
 
-def check_runner(args: Any, method: str, choice: Choice) -> None:
+def check_runner(args: Any, method: str, choice: RunnerChoice) -> None:
     """Refuse what the V1 runner cannot do, where the method runs on that.
 
     Raises:
@@ -174,7 +174,7 @@ def check_scheduler(args: Any, method: str) -> None:
         )
 
 
-def check_vllm_config(vllm_config: Any, method: str, choice: Choice) -> None:
+def check_vllm_config(vllm_config: Any, method: str, choice: RunnerChoice) -> None:
     """Refuse what only the finished config tells (offloading turns into a connector, a model into a pooler).
 
     Raises:

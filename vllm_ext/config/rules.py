@@ -22,9 +22,9 @@ from vllm_ext.config.allowed import hint, nearest
 from vllm_ext.data.model_files import ModelVocabulary
 from vllm_ext.samplers.base import Asked, Kind, LearningRule, Rule, RuleOptions, RuleParams
 from vllm_ext.samplers.messages import quoted
-from vllm_ext.samplers.prompt_parts import Prompt, TwinPrompt
+from vllm_ext.samplers.prompt_parts import PairedPrompt, Prompt
 from vllm_ext.samplers.registry import RULES, load_rule, unknown_rule
-from vllm_ext.samplers.steering import CompanionOptions, PausingRule, SteeringOptions, SteeringRule
+from vllm_ext.samplers.steering import CompanionOptions, LookaheadRule, SteeringOptions, SteeringRule
 
 logger = logging.getLogger("vllm.vllm_ext")
 
@@ -85,20 +85,20 @@ class RuleSettings:
         return next((each for each in self.options.values() if isinstance(each, CompanionOptions)), None)
 
     @functools.cached_property
-    def twins(self) -> bool:
-        """Whether a rule reads twins of requests."""
-        return bool(self.twin_rules)
+    def pairs(self) -> bool:
+        """Whether a rule reads pairs of requests."""
+        return bool(self.paired_rules)
 
     @functools.cached_property
-    def twin_rules(self) -> dict[str, type[SteeringRule]]:
+    def paired_rules(self) -> dict[str, type[SteeringRule]]:
         """The rules that do, by name."""
         found = {name: load_rule(name) for name in self.options}
         return {
-            name: rule for name, rule in found.items() if issubclass(rule, SteeringRule) and rule.has_twins
+            name: rule for name, rule in found.items() if issubclass(rule, SteeringRule) and rule.has_pairs
         }
 
-    def twin_prompt(self, params: Any, prompt: Prompt) -> TwinPrompt | None:
-        """What a request's twin is to read; see `SteeringRule.twin_prompt`.
+    def paired_prompt(self, params: Any, prompt: Prompt) -> PairedPrompt | None:
+        """What a request's pair is to read; see `SteeringRule.paired_prompt`.
 
         Raises:
             ValueError: there is no such prompt, or there are two.
@@ -106,7 +106,7 @@ class RuleSettings:
         asked = {
             name: rest
             for name, its in self.of_request(params)
-            if name in self.twin_rules and (rest := self.twin_rules[name].twin_prompt(its, prompt))
+            if name in self.paired_rules and (rest := self.paired_rules[name].paired_prompt(its, prompt))
         }
         if len(asked) > 1:
             raise ValueError(
@@ -124,9 +124,9 @@ class RuleSettings:
         ]
 
     @functools.cached_property
-    def pauses(self) -> bool:
+    def looks_ahead(self) -> bool:
         """Whether a rule can put tokens off."""
-        return any(issubclass(load_rule(name), PausingRule) for name in self.options)
+        return any(issubclass(load_rule(name), LookaheadRule) for name in self.options)
 
     @functools.cached_property
     def waits(self) -> bool:
@@ -140,11 +140,11 @@ class RuleSettings:
 
     @functools.cached_property
     def adds_requests(self) -> list[str]:
-        """Rules that have requests of the engine's own run beside those they are for: twins, branches."""
+        """Rules that have requests of the engine's own run beside those they are for: pairs, branches."""
         return [
             name
             for name in self.options
-            if name in self.twin_rules or issubclass(load_rule(name), PausingRule)
+            if name in self.paired_rules or issubclass(load_rule(name), LookaheadRule)
         ]
 
     def reads_companion(self, params: Any) -> bool:
@@ -193,7 +193,7 @@ class RuleSettings:
             ValueError: a parameter is wrong; the message says what is allowed.
         """
         given = params.extra_args
-        if given and (ENGINE_KEYS[2] in given or ENGINE_KEYS[3] in given):  # a twin, or a branch
+        if given and (ENGINE_KEYS[2] in given or ENGINE_KEYS[3] in given):  # a pair, or a branch
             return []
         if not self._always and (not given or _keys().keys().isdisjoint(given)):
             return []

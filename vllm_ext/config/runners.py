@@ -38,26 +38,26 @@ def is_on_device(settings: Settings) -> bool:
 
 
 @dataclass(frozen=True)
-class Choice:
+class RunnerChoice:
     """The runner of one engine."""
 
     runner: Literal["V1", "V2"]
     reason: str
 
 
-def vllms_own() -> Choice:
+def vllms_own() -> RunnerChoice:
     """What vLLM runs without our methods: by its environment variable, or by what it finds."""
     import vllm.envs as envs
 
     forced = envs.VLLM_USE_V2_MODEL_RUNNER
     if not _has_triton():
-        return Choice("V1", "V2 needs Triton, which finds no driver for this platform")
+        return RunnerChoice("V1", "V2 needs Triton, which finds no driver for this platform")
     if forced is not None:
-        return Choice("V2" if forced else "V1", f"VLLM_USE_V2_MODEL_RUNNER={int(forced)}")
-    return Choice("V2", "vLLM's default where there is Triton")
+        return RunnerChoice("V2" if forced else "V1", f"VLLM_USE_V2_MODEL_RUNNER={int(forced)}")
+    return RunnerChoice("V2", "vLLM's default where there is Triton")
 
 
-def choose(args: Any, settings: Settings, ruled: RuleSettings | None, *, encoded_kv: bool) -> Choice:
+def choose(args: Any, settings: Settings, ruled: RuleSettings | None, *, encoded_kv: bool) -> RunnerChoice:
     """The runner for a method.
 
     Args:
@@ -89,8 +89,8 @@ def choose(args: Any, settings: Settings, ruled: RuleSettings | None, *, encoded
     )
     for there, reason in reasons:
         if there:
-            return Choice("V1", reason)
-    return Choice("V2", own.reason)
+            return RunnerChoice("V1", reason)
+    return RunnerChoice("V2", own.reason)
 
 
 def _has_triton() -> bool:

@@ -14,8 +14,8 @@ import torch
 
 from vllm_ext.data import model_files
 from vllm_ext.data.prompts import PROMPT_FIELDS, load_prompts
-from vllm_ext.samplers import caad, guide_file, svdecode
-from vllm_ext.samplers.guide_file import Header
+from vllm_ext.samplers import artifact_file, caad, svdecode
+from vllm_ext.samplers.artifact_file import Header
 
 if TYPE_CHECKING:
     from vllm_ext.data.atomic_files import Progress
@@ -123,7 +123,7 @@ def check(field: str, file: str, rule: str, model: str) -> None:
     Raises:
         ValueError: naming the field, the file, and the way out.
     """
-    _, header = guide_file.read(field, file, rule)
+    _, header = artifact_file.read(field, file, rule)
     if header.fingerprint != model_files.fingerprint(model_files.snapshot(model)):
         raise ValueError(
             f"{field}={file!r} was made for {header.model}, whose weights are not those of {model}; make it again with "
@@ -162,5 +162,5 @@ def _write(
         fingerprint=model_files.fingerprint(folder),
         made_of=made_of,
     )
-    guide_file.write(output, {name: array.contiguous() for name, array in arrays.items()}, header)
+    artifact_file.write(output, {name: array.contiguous() for name, array in arrays.items()}, header)
     return header

@@ -35,7 +35,7 @@ def checks() -> Iterator[Check]:
         "Python": _python,
         "torch": _torch,
         "vLLM": _vllm,
-        "seams": _seams,
+        "seams": _hooks,
         "kernels": _kernels,
         "trees": _trees,
         "runtime": _runtime,
@@ -273,15 +273,15 @@ def _model_cache() -> Iterator[Check]:
         )
 
 
-def _seams() -> Iterator[Check]:
+def _hooks() -> Iterator[Check]:
     from vllm_ext.compat import hooks_v2
 
     for table, symbols in hooks_v2.TABLES.items():
         for hook in symbols:
-            yield _seam(table, hook, hook.problem())
+            yield _hook(table, hook, hook.problem())
 
 
-def _seam(table: str, hook: hooks.Hook, problem: str | None) -> Check:
+def _hook(table: str, hook: hooks.Hook, problem: str | None) -> Check:
     """The line of one symbol. Without a symbol of V1 no method runs; without one of another table some do."""
     from vllm_ext.compat import hooks
 
@@ -308,7 +308,7 @@ def checks_of_files(folder: Path) -> Iterator[Check]:
     yield Check("fail" if problem else "ok", "vLLM", f"{files.version()} in {folder}", problem or "")
     for table, symbols in hooks_v2.TABLES.items():
         for hook in symbols:
-            yield _seam(table, hook, files.problem(hook))
+            yield _hook(table, hook, files.problem(hook))
     taken = list(source_scan.imports(Path(__file__).parents[1]))
     missing = [(file, module, name) for file, module, name in taken if not files.has(module, name)]
     for file, module, name in missing:

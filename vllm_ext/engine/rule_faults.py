@@ -17,7 +17,7 @@ import torch
 from vllm_ext.engine import step_extras
 from vllm_ext.samplers.base import Row, Rule
 from vllm_ext.samplers.messages import quoted
-from vllm_ext.samplers.steering import Pause, PausingRule
+from vllm_ext.samplers.steering import Deferral, LookaheadRule
 
 PATIENCE = 0.05  # seconds of a step that rows may wait before they are put off
 SHORT_PATIENCE = 0.25  # where they cannot be
@@ -32,7 +32,7 @@ def apply(
     logits: torch.Tensor,
     rows: Sequence[Row],
     at: Callable[[Sequence[int]], None] = lambda places: None,
-) -> Mapping[int, Pause | None]:
+) -> Mapping[int, Deferral | None]:
     """Apply a rule to rows, in place; where it raises, to each row alone, and note the rows that it raises for.
 
     Args:
@@ -53,7 +53,7 @@ def apply(
         if len(rows) == 1:
             note(name, rows[0], error)
             return {}
-    found: dict[int, Pause | None] = {}
+    found: dict[int, Deferral | None] = {}
     for place, row in enumerate(rows):
         at([place])
         try:
@@ -62,14 +62,14 @@ def apply(
             note(name, row, error)
         else:
             logits[place] = before[place]
-            found.update((place, pause) for pause in _put_off(rule).values())
+            found.update((place, deferral) for deferral in _put_off(rule).values())
     return found
 
 
-def _put_off(rule: Rule) -> dict[int, Pause | None]:
+def _put_off(rule: Rule) -> dict[int, Deferral | None]:
     """Rows of a rule's last call that get no token yet."""
-    paused: dict[int, Pause | None] = dict(rule.paused) if isinstance(rule, PausingRule) else {}
-    return paused | dict.fromkeys(rule.waiting)
+    deferrals: dict[int, Deferral | None] = dict(rule.deferrals) if isinstance(rule, LookaheadRule) else {}
+    return deferrals | dict.fromkeys(rule.waiting)
 
 
 def wait_no_longer(name: str, rows: Sequence[Row], places: Iterable[int]) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from vllm_ext.samplers.steering import Pause
+    from vllm_ext.samplers.steering import Deferral
 
 ATTRIBUTE = "vllm_ext"
 
@@ -28,12 +28,12 @@ class StepExtras:
     notes: Mapping[str, Mapping[int, float]] = field(
         default_factory=dict
     )  # by request, by place in its output
-    pauses: Mapping[str, Pause | None] = field(
+    deferrals: Mapping[str, Deferral | None] = field(
         default_factory=dict
     )  # by request; None: it waits, and asks again
-    forgotten: Mapping[str, Any] = field(
+    evicted: Mapping[str, Any] = field(
         default_factory=dict
-    )  # by request: blocks, as `Choice.settle` names them
+    )  # by request: blocks, as `EvictionPolicy.settle` names them
     faults: Mapping[str, tuple[int, str]] = field(
         default_factory=dict
     )  # by request: a place in the output, the reason

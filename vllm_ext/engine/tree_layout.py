@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from vllm_ext.proposers.base import VerifiedRows, no_top
-from vllm_ext.proposers.tree import DraftTree, Drawn, Float32, Int32, num_ancestors
+from vllm_ext.proposers.tree import DraftTree, Float32, Int32, SampledDrafts, num_ancestors
 
 
 @dataclass(slots=True)
@@ -31,7 +31,7 @@ class StepTrees:
         int
     ]  # batch indices of the requests all of whose query rows are verified: no prompt among them
     # By batch index, what the verifier of a tree must know that was drawn. Row r + 1 is its node r.
-    drawn: dict[int, Drawn] = field(default_factory=dict)
+    drawn: dict[int, SampledDrafts] = field(default_factory=dict)
     accepted: list[list[int]] = field(default_factory=list)  # [num_requests] offsets of the accepted rows
 
     @classmethod

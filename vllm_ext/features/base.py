@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from vllm_ext.config.runners import Choice
+from vllm_ext.config.runners import RunnerChoice
 from vllm_ext.data import model_files
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 class Asked:
     """All that one server is asked for; None or False: it is not."""
 
-    runner: Choice  # where no method of ours chooses, vLLM's own
+    runner: RunnerChoice  # where no method of ours chooses, vLLM's own
     method: Settings | None = None
     rules: RuleSettings | None = None
     kv: KVSettings | None = None

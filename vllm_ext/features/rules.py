@@ -67,8 +67,8 @@ class Rules(Feature):
             "FaultyRequests": True,
             "RuleReports": ruled.reports,
             "CompanionBlocks": ruled.companion is not None,
-            "PairedRequests": ruled.twins,
-            "LookaheadRequests": ruled.pauses,
+            "PairedRequests": ruled.pairs,
+            "LookaheadRequests": ruled.looks_ahead,
             "DeferredTokens": waits,
         }
         return [name for name, wanted in parts.items() if wanted]
@@ -91,7 +91,7 @@ class Rules(Feature):
             second_model.check_reads_text(vllm_config, field)
             companion = second_model.check(vllm_config, ruled.companion, field)
             ruled.check_companion(companion.get_total_num_hidden_layers())
-        if ruled.twins:
+        if ruled.pairs:
             patches.read_requests()
             paired_requests.load_pieces(vllm_config)
         logger.info("vllm-ext %s: sampling rules %s", __version__, ruled.as_json)

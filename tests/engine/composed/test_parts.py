@@ -55,5 +55,5 @@ def test_a_name_that_lists_no_parts_is_none(name: str) -> None:
 
 
 def test_an_unknown_part_is_refused() -> None:
-    with pytest.raises(KeyError, match="no part 'Twins'; there are DraftSlots, "):
-        scheduler.path_of(["Twins"], ahead=False)
+    with pytest.raises(KeyError, match="no part 'Nothing'; there are DraftSlots, "):
+        scheduler.path_of(["Nothing"], ahead=False)

@@ -294,16 +294,16 @@ class Kept:
         self.lock = threading.Lock()
         self.content = arrays(0)
         self.counted: list[str] = []
-        self.keeper = Keeper(file, self.learned, self.lock, seconds, self.counted.append)
+        self.keeper = Keeper(file, self.state_dict, self.lock, seconds, self.counted.append)
 
-    def learned(self) -> dict[str, Learned]:
+    def state_dict(self) -> dict[str, Learned]:
         assert self.lock.locked()
         return self.content
 
     def learn(self, seed: int) -> None:
         with self.lock:
             self.content = arrays(seed)
-            self.keeper.touch()
+            self.keeper.mark_dirty()
 
 
 def test_only_what_is_new_is_saved_and_the_end_always(file: StateFile) -> None:

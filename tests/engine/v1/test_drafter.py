@@ -19,10 +19,10 @@ pytest.importorskip("vllm")
 from vllm_ext.config import speculative
 from vllm_ext.engine.composed import parts
 from vllm_ext.engine.composed import worker as worker_parts
-from vllm_ext.engine.paired_requests import OWNER
+from vllm_ext.engine.paired_requests import PRIMARY
 from vllm_ext.engine.tree_layout import StepTrees
 from vllm_ext.engine.v1.drafter import Drafter
-from vllm_ext.engine.v1.paired_rows import Twins
+from vllm_ext.engine.v1.paired_rows import PairedRows
 from vllm_ext.kernels.learned_arrays import Learned, check_array
 from vllm_ext.proposers.base import Proposer, Request, VerifiedRows
 from vllm_ext.proposers.budget import GoodputBudget
@@ -68,10 +68,10 @@ class Recorder(Proposer):
     def finish(self, request_id: str) -> None:
         self.finished.append(request_id)
 
-    def learned(self) -> dict[str, Learned]:
+    def state_dict(self) -> dict[str, Learned]:
         return {"started": np.array([len(self.started), len(self.finished)])}
 
-    def restore(self, arrays: Mapping[str, Learned]) -> None:
+    def load_state_dict(self, arrays: Mapping[str, Learned]) -> None:
         check_array("started", arrays["started"], (2,), np.int64, 0, 9)
         self.started = ["before"] * int(arrays["started"][0])
 
@@ -158,11 +158,11 @@ class Runner:
         # vLLM's buffer is longer than the batch.
         self.query_start_loc = SimpleNamespace(np=np.array([*ends, *[ends[-1]] * 3], dtype=np.int32))
         self.step_started = 0.0
-        self.twins = Twins()
+        self.paired_rows = PairedRows()
         self.pairs: list[tuple[int, int]] = []
 
     def is_pair(self, request_id: str) -> bool:
-        return request_id in self.twins
+        return request_id in self.paired_rows
 
 
 def step(
@@ -227,12 +227,12 @@ def test_rows_of_a_mixed_batch(drafter: Drafter, recorder: Recorder) -> None:
     }
 
 
-def test_a_twin_is_given_its_owners_drafts(drafter: Drafter, recorder: Recorder) -> None:
-    """Its tokens are its owner's: counted once, learnt from once, and nothing is drafted for it."""
+def test_a_pair_is_given_its_primarys_drafts(drafter: Drafter, recorder: Recorder) -> None:
+    """Its tokens are its primary's: counted once, learnt from once, and nothing is drafted for it."""
     runner = Runner({"a": ([1, 3], [4, 5, 6], params()), "a's": ([3], [4, 5, 6], params())}, [[4, 5], [4, 5]])
-    runner.twins.admit("a's", SimpleNamespace(extra_args={OWNER: "a"}))
-    runner.twins.begin({"a": 0, "a's": 1}, [0, 2, 4], [True, True])
-    runner.pairs = runner.twins.pairs
+    runner.paired_rows.admit("a's", SimpleNamespace(extra_args={PRIMARY: "a"}))
+    runner.paired_rows.begin({"a": 0, "a's": 1}, [0, 2, 4], [True, True])
+    runner.pairs = runner.paired_rows.pairs
     assert step(drafter, runner, [1, 1], [[5, 6], [5, 6]]) == [[7, 8, 9], [7, 8, 9]]
     assert drafter.proposed["a's"] is drafter.proposed["a"]
     assert [request.request_id for request in recorder.requests] == ["a"]
@@ -560,7 +560,7 @@ def test_bad_state_is_set_aside_and_the_server_starts(
     else:
         monkeypatch.setattr(
             recorder,
-            "restore",
+            "load_state_dict",
             lambda arrays: check_array("started", arrays["started"], (3,), np.int64, 0, 9),
         )
     drafter = loaded(state_dir=str(folder))
@@ -583,7 +583,7 @@ def test_a_proposer_that_took_over_a_part_is_made_anew(folder: Path, monkeypatch
         self.calibration.hits[...] = 0
         raise ValueError("the rest is bad")
 
-    monkeypatch.setattr(TokenRecycling, "restore", half)
+    monkeypatch.setattr(TokenRecycling, "load_state_dict", half)
     drafter = loaded(state_dir=str(folder))
     assert isinstance(drafter.proposer, TokenRecycling)
     assert (drafter.proposer.calibration.hits == TokenRecycling(VOCAB).calibration.hits).all()

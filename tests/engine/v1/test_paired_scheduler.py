@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's scheduler with twins and branches, driven by random arrivals, aborts, drafts and a cache that is too small."""
+"""vLLM's scheduler with pairs and branches, driven by random arrivals, aborts, drafts and a cache that is too small."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from dataclasses import dataclass
 
 import pytest
 import vllm.outputs
-from paired_engine import Engine, log_p, pause_of, token
+from paired_engine import Engine, deferral_of, log_p, token
 from vllm.v1.engine import FinishReason
 from vllm.v1.request import RequestStatus
 
-from vllm_ext.samplers.steering import Pause
+from vllm_ext.samplers.steering import Deferral
 
 
-def chosen(request_id: str, pause: Pause, stops: set[int]) -> int:
+def chosen(request_id: str, deferral: Deferral, stops: set[int]) -> int:
     """The candidate with the best mean, by hand."""
     scores = []
-    for index, candidate in enumerate(pause.candidates):
-        values, last, branch = [candidate.log_p], candidate.token, f"{request_id}-branch-{pause.at}-{index}"
-        while last not in stops and len(values) <= pause.lookahead:
+    for index, candidate in enumerate(deferral.candidates):
+        values, last, branch = [candidate.log_p], candidate.token, f"{request_id}-ahead-{deferral.at}-{index}"
+        while last not in stops and len(values) <= deferral.lookahead:
             last = token(branch, len(values) - 1)
             values.append(log_p(branch, len(values) - 1))
         scores.append(sum(values) / len(values))
-    return pause.candidates[scores.index(max(scores))].token
+    return deferral.candidates[scores.index(max(scores))].token
 
 
 @pytest.mark.parametrize("policy", ["fcfs", "priority"])
@@ -48,9 +48,9 @@ def test_pairs_stay_in_step_and_end(slice_dir: str, policy: str, num_blocks: int
             answer = engine.answers[name]
             for place, given in enumerate(answer):
                 assert given == engine.told.get((name, place), token(name, place))
-                pause = pause_of(name, place, min(engine.stops))
-                assert (pause is not None) == ((name, place) in engine.told)
-                assert pause is None or given == chosen(name, pause, engine.stops)
+                deferral = deferral_of(name, place, min(engine.stops))
+                assert (deferral is not None) == ((name, place) in engine.told)
+                assert deferral is None or given == chosen(name, deferral, engine.stops)
             assert len(answer) == count or name in aborted
         assert engine.num_free_blocks == free
         assert not engine.scheduler.requests
@@ -98,8 +98,8 @@ def test_a_pair_that_has_no_room_ends_with_an_error(
     assert not engine.scheduler.requests
 
 
-def test_a_twin_that_vllm_ends_ends_its_owner(slice_dir: str) -> None:
-    """None such is let in; one that there was all the same would leave its owner waiting without end."""
+def test_a_pair_that_vllm_ends_ends_its_primary(slice_dir: str) -> None:
+    """None such is let in; one that there was all the same would leave its primary waiting without end."""
     engine = Engine(slice_dir, 40, "fcfs", 0)
     free = engine.num_free_blocks
     engine.add("late", 20, 250, 20)
@@ -130,7 +130,7 @@ def test_all_at_once_are_aborted(slice_dir: str) -> None:
 
 
 def test_two_halves_in_each_others_way(slice_dir: str) -> None:
-    """Two run at once. A long prompt leaves its twin none of the first step; then comes what goes first."""
+    """Two run at once. A long prompt leaves its pair none of the first step; then comes what goes first."""
     engine = Engine(slice_dir, 40, "priority", 0, max_num_seqs=2)
     engine.add("late", 60, 20, 20, priority=1)
     engine.step()

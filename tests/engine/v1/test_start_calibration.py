@@ -47,7 +47,7 @@ def test_in_quiet_each_size_is_timed_once(monkeypatch: pytest.MonkeyPatch) -> No
     assert found.seconds[8] == pytest.approx(1.08e-3)
 
 
-def test_beside_other_load_it_is_measured_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_background_other_load_it_is_measured_again(monkeypatch: pytest.MonkeyPatch) -> None:
     machine = Machine(monkeypatch, 0.5, 0.5, 0.0)
     found = curve(64, machine.run, None, machine.begin)
     assert not found.disturbed

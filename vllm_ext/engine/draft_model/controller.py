@@ -13,7 +13,7 @@ from vllm.distributed.parallel_state import get_tp_group
 from vllm_ext.engine.draft_model.early_exit import EarlyExit
 from vllm_ext.engine.draft_model.passes import DraftPasses
 from vllm_ext.engine.draft_model.self_speculation import SkippedLayers
-from vllm_ext.engine.draft_model.separate import Companion
+from vllm_ext.engine.draft_model.separate import SeparateModel
 from vllm_ext.engine.models import exit_heads
 from vllm_ext.engine.tree_layout import StepTrees
 from vllm_ext.proposers.base import Request, chains_where_asked
@@ -61,13 +61,13 @@ class ModelDrafts:
         elif isinstance(proposer, UnifiedSkip):
             self.passes = SkippedLayers(vllm_config, balanced(num_layers, options.speedup))
         else:
-            self.passes = Companion(vllm_config, options)
+            self.passes = SeparateModel(vllm_config, options)
         proposer.draft = self.passes
         if options.budget != "fixed":
             if self._choice is not None:
                 self.budget = ExitBudget(self._choice)
             else:
-                first_rows = 2 if isinstance(self.passes, Companion) else 1
+                first_rows = 2 if isinstance(self.passes, SeparateModel) else 1
                 reuses = isinstance(self.passes, EarlyExit)
                 self.budget = DraftBudget(options.num_speculative_tokens, first_rows, reuses)
         self.seconds = 0.0  # of drafting, since they were last taken

@@ -33,7 +33,7 @@ PREFIX = "companion"  # of the layers' names
 MAX_NEW_TOKENS = 8  # of a request, on average, in a pass that reads no prompt
 
 
-class Companion(DraftPasses):
+class SeparateModel(DraftPasses):
     """The model, its place in the caches, and forward passes. See `vllm_ext.proposers.draft_model.DraftModel`."""
 
     what_next = "Choose another draft model, or a method without one: `vllm-ext methods`."

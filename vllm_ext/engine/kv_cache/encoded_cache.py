@@ -39,15 +39,15 @@ class EncodedManager(FullAttentionManager):  # type: ignore[misc]  # vLLM is unt
         super().__init__(kv_cache_spec, *args, **kwargs)
         self.max_admission_blocks_per_request = kv_cache_spec.most_blocks
         # By request id, until it ends: from which position on which blocks are read no more.
-        self._forgotten: dict[str, list[tuple[int, list[int]]]] = {}
+        self._evicted: dict[str, list[tuple[int, list[int]]]] = {}
 
-    def forget(self, request_id: str, forgotten: Sequence[tuple[int, list[int]]]) -> None:
-        """The worker reads some blocks no more; see `Choice.settle`."""
-        self._forgotten.setdefault(request_id, []).extend(forgotten)
+    def evict(self, request_id: str, evicted: Sequence[tuple[int, list[int]]]) -> None:
+        """The worker reads some blocks no more; see `EvictionPolicy.settle`."""
+        self._evicted.setdefault(request_id, []).extend(evicted)
 
-    def recall(self, request_id: str) -> None:
+    def drop(self, request_id: str) -> None:
         """The request is over."""
-        self._forgotten.pop(request_id, None)
+        self._evicted.pop(request_id, None)
 
     def remove_skipped_blocks(
         self, request_id: str, processed_computed_tokens: int, num_prompt_tokens: int | None = None
@@ -62,7 +62,7 @@ class EncodedManager(FullAttentionManager):  # type: ignore[misc]  # vLLM is unt
         elif spec.window_blocks is not None:
             self._remove_blocks_in_range(request_id, spec.sink_blocks, block - spec.window_blocks)
         # A request that is read again reads its prompt whole first.
-        for first, blocks in self._forgotten.get(request_id, ()):
+        for first, blocks in self._evicted.get(request_id, ()):
             if first <= processed_computed_tokens:
                 self._remove(request_id, blocks)
 

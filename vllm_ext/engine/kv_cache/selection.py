@@ -19,7 +19,7 @@ from vllm.distributed.parallel_state import get_tensor_model_parallel_world_size
 
 from vllm_ext import patches
 from vllm_ext.codecs.base import KVCodec
-from vllm_ext.codecs.selection import Choice, lists_of
+from vllm_ext.codecs.selection import EvictionPolicy, lists_of
 from vllm_ext.config import kv_cache
 from vllm_ext.engine import step_extras
 from vllm_ext.engine.kv_cache.encoded_rows import EncodedMetadata
@@ -30,7 +30,7 @@ from vllm_ext.kernels.encoded_attention import Reading
 class Part:
     """A request's rows of a step."""
 
-    choice: Choice
+    choice: EvictionPolicy
     name: str
     index: int  # in the batch
     start: int  # of its rows
@@ -45,7 +45,7 @@ class SelectingRunner:
     selecting: KVCodec | None = None
     step_parts: list[Part] | None = None
     step_reading: Reading | None = None
-    choices: dict[str, Choice]
+    choices: dict[str, EvictionPolicy]
 
     def _prepare_inputs(self, scheduler_output: Any, num_scheduled_tokens: Any) -> Any:
         """vLLM's; notes which rows there are."""
@@ -63,7 +63,7 @@ class SelectingRunner:
             start += num
         return result
 
-    def _choice(self, prompt_len: int) -> Choice:
+    def _choice(self, prompt_len: int) -> EvictionPolicy:
         assert self.selecting is not None
         choice = self.selecting.choice(prompt_len)
         assert choice is not None
@@ -90,9 +90,9 @@ class SelectingRunner:
             if len(mass) and get_tensor_model_parallel_world_size() > 1:
                 mass = tensor_model_parallel_all_reduce(mass)
             accepted = {} if trees is None else {i: trees.accepted[i] for i in trees.decoding}
-            forgotten = settle(parts, reading.watched.numpy(), mass.numpy(), accepted)
+            evicted = settle(parts, reading.watched.numpy(), mass.numpy(), accepted)
             if output is not None:
-                step_extras.set_of(output).forgotten = forgotten
+                step_extras.set_of(output).evicted = evicted
         return output
 
     def _on_request_state_removed(self, req_id: str, req_state: Any) -> None:
@@ -146,8 +146,8 @@ def settle(
         for position in asked:
             place = watched[part.start + rows[position - part.context]]
             part.choice.take(position, mass[place].copy())
-        if forgotten := part.choice.settle(part.context + len(rows)):
-            found[part.name] = forgotten
+        if evicted := part.choice.settle(part.context + len(rows)):
+            found[part.name] = evicted
     return found
 
 

@@ -20,7 +20,7 @@ from vllm.model_executor.models.interfaces import supports_eagle3
 
 
 class HiddenStates:
-    """Part of `aux_logits.StepRows`; to be read while tokens are sampled, or after the step.
+    """Part of `aux_logits.StepAuxLogits`; to be read while tokens are sampled, or after the step.
 
     Args:
         model: vLLM's, loaded and not yet compiled.

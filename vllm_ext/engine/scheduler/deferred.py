@@ -42,7 +42,7 @@ class DeferredTokens:
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
         """vLLM's; requests of the engine's own put out nothing."""
-        self._deferred = step_extras.of(model_runner_output).pauses
+        self._deferred = step_extras.of(model_runner_output).deferrals
         outputs = super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[misc]
         if self._is_needed:
             for of_client in outputs.values():

@@ -16,15 +16,15 @@ class EvictedBlocks:
     kv_cache_manager: Any
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
-        for name, evicted in step_extras.of(model_runner_output).forgotten.items():
+        for name, evicted in step_extras.of(model_runner_output).evicted.items():
             if name in self.requests:
                 for manager in self.kv_cache_manager.coordinator.single_type_managers:
-                    manager.forget(name, evicted)
+                    manager.evict(name, evicted)
         return super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[misc]
 
     def _free_request(self, request: Any, *args: Any, **kwargs: Any) -> Any:
         """vLLM's; called when a request ends, in whatever way."""
         freed = super()._free_request(request, *args, **kwargs)  # type: ignore[misc]
         for manager in self.kv_cache_manager.coordinator.single_type_managers:
-            manager.recall(request.request_id)
+            manager.drop(request.request_id)
         return freed

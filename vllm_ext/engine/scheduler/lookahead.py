@@ -17,7 +17,7 @@ from vllm_ext.config import rules
 from vllm_ext.data.model_files import ModelVocabulary
 from vllm_ext.engine import paired_requests, sampling_params, step_extras
 from vllm_ext.engine.scheduler.deferred import DeferredTokens
-from vllm_ext.samplers.steering import Candidate, Pause, PausingRule
+from vllm_ext.samplers.steering import Candidate, Deferral, LookaheadRule
 
 
 @dataclass
@@ -39,10 +39,10 @@ class LookaheadRequests(DeferredTokens):
         super().__init__(*args, **kwargs)
         self._stops: list[int] = []  # tokens behind which none goes on
         settings = rules.of_vllm_config(self.vllm_config)
-        if settings is not None and settings.pauses:
+        if settings is not None and settings.looks_ahead:
             loaded = rules.load(settings.as_json, ModelVocabulary.of(self.vllm_config.model_config))
             self._stops = [
-                stop for rule in loaded.values() if isinstance(rule, PausingRule) for stop in rule.stops
+                stop for rule in loaded.values() if isinstance(rule, LookaheadRule) for stop in rule.stops
             ]
         self._lookaheads: dict[str, _Lookahead] = {}  # by request id
         self._trunks: dict[str, str] = {}  # by lookahead request's id, whose it is
@@ -59,38 +59,38 @@ class LookaheadRequests(DeferredTokens):
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
         outputs = super().update_from_output(scheduler_output, model_runner_output)
-        for name, pause in step_extras.of(model_runner_output).pauses.items():
+        for name, deferral in step_extras.of(model_runner_output).deferrals.items():
             request = self.requests.get(name)
             if (
                 request is not None
-                and pause is not None
+                and deferral is not None
                 and not request.is_finished()
-                and request.num_output_tokens == pause.at
+                and request.num_output_tokens == deferral.at
                 and name not in self._lookaheads
                 and name not in self._choices
             ):
-                self._look_ahead(request, pause)
+                self._look_ahead(request, deferral)
         for name in [name for name in self._trunks if name not in self.requests]:
             del self._trunks[name]
         return outputs
 
-    def _look_ahead(self, request: Any, pause: Pause) -> None:
+    def _look_ahead(self, request: Any, deferral: Deferral) -> None:
         """Add a request for each candidate that there is something behind."""
-        found = _Lookahead(pause.at, list(pause.candidates), [[] for _ in pause.candidates])
+        found = _Lookahead(deferral.at, list(deferral.candidates), [[] for _ in deferral.candidates])
         self._lookaheads[request.request_id] = found
         scheduler: Any = self
         params = request.sampling_params
         ends = sampling_params.ends_of(params).union(self._stops)
         room = self.max_model_len - request.num_tokens - 1
         for index, candidate in enumerate(found.candidates):
-            if candidate.token in ends or min(pause.lookahead, room) < 1:
+            if candidate.token in ends or min(deferral.lookahead, room) < 1:
                 continue
             own = params.clone()
-            own.max_tokens, own.min_tokens, own.logprobs = pause.lookahead, 0, 0
+            own.max_tokens, own.min_tokens, own.logprobs = deferral.lookahead, 0, 0
             own.stop_token_ids = sorted(end for end in ends if end is not None)
             own.prompt_logprobs = None
             own.extra_args = {paired_requests.TRUNK: request.request_id}
-            name = f"{request.request_id}-branch-{pause.at}-{index}"
+            name = f"{request.request_id}-ahead-{deferral.at}-{index}"
             ahead = Request(
                 request_id=name,
                 prompt_token_ids=[*request.all_token_ids, candidate.token],
@@ -136,7 +136,7 @@ class LookaheadRequests(DeferredTokens):
         if found.running:
             return
         del self._lookaheads[trunk]
-        scores = [PausingRule.score(*each) for each in zip(found.candidates, found.behind, strict=True)]
+        scores = [LookaheadRule.score(*each) for each in zip(found.candidates, found.behind, strict=True)]
         self._choices[trunk] = found.at, found.candidates[scores.index(max(scores))].token
 
     def _waits(self, request_id: str) -> bool:

@@ -32,9 +32,9 @@ class PairedRequests(DeferredTokens):
             stock.add_request(request)
             return
         prompt, offsets = given
-        name = f"{request.request_id}-twin"
+        name = f"{request.request_id}-pair"
         # The worker is to know that there is one, which it may see later.
-        params.extra_args = {**params.extra_args, paired_requests.TWIN: name}
+        params.extra_args = {**params.extra_args, paired_requests.PAIR: name}
         del params.extra_args[paired_requests.PROMPT]
         stock.add_request(request)
         # Its tokens are given to it. What it would draw itself is to cost the sampler no more than its primary's.
@@ -43,7 +43,7 @@ class PairedRequests(DeferredTokens):
             max_tokens=self.max_model_len,
             ignore_eos=True,
             detokenize=False,
-            extra_args={paired_requests.OWNER: request.request_id},
+            extra_args={paired_requests.PRIMARY: request.request_id},
         )
         pair = Request(
             request_id=name,

@@ -19,17 +19,17 @@ logger = init_logger("vllm.vllm_ext")
 class Learner(Protocol):
     """What learns; see `vllm_ext.proposers.base.Proposer`."""
 
-    def learned(self) -> dict[str, Learned]:
+    def state_dict(self) -> dict[str, Learned]:
         """What to save."""
 
-    def restore(self, arrays: Mapping[str, Learned]) -> None:
+    def load_state_dict(self, arrays: Mapping[str, Learned]) -> None:
         """Take over what was saved; ValueError where it cannot be."""
 
 
 L = TypeVar("L", bound=Learner)
 
 
-class Memory:
+class Checkpointer:
     """Of one learner; without a ``state_dir`` it does nothing.
 
     Args:
@@ -82,7 +82,7 @@ class Memory:
             arrays = get_tp_group().broadcast_object(arrays, src=0)
         if arrays is not None:
             try:
-                learner.restore(arrays)
+                learner.load_state_dict(arrays)
             except ValueError as error:  # on all ranks alike
                 learner = make_another()
                 if file is not None:
@@ -94,7 +94,7 @@ class Memory:
         if file is not None:
             self._keeper = state_file.Keeper(
                 file,
-                learner.learned,
+                learner.state_dict,
                 self.lock,
                 60.0 * self._options.state_interval_minutes,
                 self._count,
@@ -122,10 +122,10 @@ class Memory:
         """Whether anything is saved, and by this rank."""
         return self._keeper is not None
 
-    def touch(self) -> None:
+    def mark_dirty(self) -> None:
         """There is something new to keep. Call with the lock held."""
         if self._keeper is not None:
-            self._keeper.touch()
+            self._keeper.mark_dirty()
 
     def close(self) -> None:
         """Save, the last time."""

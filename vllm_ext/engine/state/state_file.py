@@ -241,13 +241,13 @@ class Keeper:
     def __init__(
         self,
         file: StateFile,
-        learned: Callable[[], dict[str, Learned]],
+        state_dict: Callable[[], dict[str, Learned]],
         lock: threading.Lock,
         interval_seconds: float,
         count: Callable[[str], None],
     ) -> None:
         self._file = file
-        self._learned = learned
+        self._learned = state_dict
         self._lock = lock
         self._interval = interval_seconds
         self._count = count
@@ -258,7 +258,7 @@ class Keeper:
         self._thread = threading.Thread(target=self._run, name="vllm-ext-state", daemon=True)
         self._thread.start()
 
-    def touch(self) -> None:
+    def mark_dirty(self) -> None:
         """Something was learnt; called with the lock held."""
         self._changed = True
 

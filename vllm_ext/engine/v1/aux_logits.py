@@ -24,7 +24,7 @@ from vllm_ext.samplers.steering import CompanionOptions
 
 logger = init_logger("vllm.vllm_ext")
 
-PREFIX = "beside"  # of the second model's layers' names
+PREFIX = "companion"  # of the second model's layers' names
 
 
 class SecondModel:
@@ -66,7 +66,7 @@ class SecondModel:
         self._hidden, self._streams = (result, []) if self.hidden is None else result
 
     def begin(self, token_rows: torch.Tensor) -> None:
-        """The step's logits are about to be sampled from; see `StepRows.begin`."""
+        """The step's logits are about to be sampled from; see `StepAuxLogits.begin`."""
         if self.hidden is not None:
             self.hidden.hold(self._streams, token_rows)
 
@@ -84,8 +84,8 @@ class SecondModel:
             self.logits(zeros[:2], None)
 
 
-class StepRows:
-    """See `vllm_ext.samplers.steering.Beside`: for the rows of whatever call is being made.
+class StepAuxLogits:
+    """See `vllm_ext.samplers.steering.AuxLogits`: for the rows of whatever call is being made.
 
     Args:
         vocab_size: the target's.
@@ -110,7 +110,7 @@ class StepRows:
         self._call: torch.Tensor | None = None
         self._rows: torch.Tensor | None = None  # of the rule's
         self._logits: torch.Tensor | None = None  # [num_rows, vocab] of the step
-        self.twins: torch.Tensor | None = None  # int64 [num_rows] of each of them its twin's row
+        self.pair_rows: torch.Tensor | None = None  # int64 [num_rows] of each of them its pair's row
         # By request id, by rule, by place in the output.
         self._kept: dict[str, dict[str, dict[int, Any]]] = {}
 
@@ -155,12 +155,12 @@ class StepRows:
         self._rows = rows
 
     def layers(self, layers: Sequence[int], norm: bool, ids: torch.Tensor | None = None) -> torch.Tensor:
-        """See `Beside`."""
+        """See `AuxLogits`."""
         assert self.read is not None
         return self._padded(self.read.logits(layers, self._rows, norm, ids), ids)
 
     def companion(self, ids: torch.Tensor | None = None) -> torch.Tensor:
-        """See `Beside`."""
+        """See `AuxLogits`."""
         assert self.second is not None
         with torch.inference_mode():
             return self._padded(self.second.logits(self._tokens, ids), ids)
@@ -168,26 +168,26 @@ class StepRows:
     def companion_layers(
         self, layers: Sequence[int], norm: bool, ids: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """See `Beside`."""
+        """See `AuxLogits`."""
         assert self.second is not None
         assert self.second.hidden is not None
         return self._padded(self.second.hidden.logits(layers, self._rows, norm, ids), ids)
 
     def target(self) -> torch.Tensor:
-        """See `Beside`."""
+        """See `AuxLogits`."""
         assert self._logits is not None
         return self._padded(self._logits if self._rows is None else self._logits[self._rows], None)
 
-    def of_twins(self, which: Sequence[bool]) -> StepRows:
-        """See `Beside`."""
-        assert self.twins is not None
-        other, own = copy.copy(self), torch.arange(len(self.twins), device=self.twins.device)
+    def of_pairs(self, which: Sequence[bool]) -> StepAuxLogits:
+        """See `AuxLogits`."""
+        assert self.pair_rows is not None
+        other, own = copy.copy(self), torch.arange(len(self.pair_rows), device=self.pair_rows.device)
         rows = own if self._rows is None else self._rows
-        other._rows = torch.where(torch.tensor(which, device=rows.device), self.twins[rows], rows)
+        other._rows = torch.where(torch.tensor(which, device=rows.device), self.pair_rows[rows], rows)
         return other
 
     def hidden(self) -> torch.Tensor:
-        """See `Beside`."""
+        """See `AuxLogits`."""
         assert self._final is not None
         return self._final[self._tokens]
 

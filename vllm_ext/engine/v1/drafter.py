@@ -20,7 +20,7 @@ from vllm_ext.engine.counter_file import WorkerCounts
 from vllm_ext.engine.draft_constraints import DraftConstraints
 from vllm_ext.engine.draft_model.answer_export import TOP_K, Export
 from vllm_ext.engine.draft_model.controller import ModelDrafts
-from vllm_ext.engine.state.keeper import Memory
+from vllm_ext.engine.state.keeper import Checkpointer
 from vllm_ext.engine.tree_layout import StepTrees
 from vllm_ext.kernels.top_k import top_k_ids
 from vllm_ext.proposers.base import Request, Sampling, chains_where_asked, propose_apart
@@ -56,7 +56,7 @@ class Drafter:
         # On all ranks alike: what is tapped decides how greedy tokens are found.
         self._exports = getattr(settings.options, "export_dir", None) is not None
         self._export = Export.of(vllm_config.parallel_config, settings.options) if self._exports else None
-        self._memory = Memory(
+        self._checkpointer = Checkpointer(
             vllm_config,
             settings.method,
             settings.options,
@@ -93,17 +93,17 @@ class Drafter:
         self.proposer.warm_up()
         if self.model_drafts is not None:
             self.model_drafts.passes.load(model)
-        self.proposer = self._memory.restore(
+        self.proposer = self._checkpointer.restore(
             self.proposer,
             lambda: self._settings.proposer_class.from_options(self._settings.options, self._vocab_size),
         )
 
     def close(self) -> None:
         """Save what was learnt, running requests' text too. Called when the worker shuts down; may be again."""
-        if self._memory.keeps or self._export is not None:
+        if self._checkpointer.keeps or self._export is not None:
             for request_id in list(self._sampling):
                 self.finish(request_id)
-        self._memory.close()
+        self._checkpointer.close()
         if self._export is not None:
             self._export.close()
             self._export = None
@@ -165,7 +165,7 @@ class Drafter:
             for request_id, tokens in zip(names, own, strict=True)
         ]
         try:
-            with self._memory.lock:
+            with self._checkpointer.lock:
                 self._observe(runner, trees, [tokens[:n] for tokens, n in zip(own, kept, strict=True)])
                 if self._could_be_cut(sampled):
                     num_draft_tokens = 0
@@ -180,7 +180,7 @@ class Drafter:
                     outputs = [runner.requests[request.request_id].output_token_ids for request in requests]
                     proposals = self.constraints.apply(requests, outputs, proposals)
                     proposals = chains_where_asked(requests, proposals)
-                self._memory.touch()
+                self._checkpointer.mark_dirty()
             sizes = self._sizes(requests, proposals)
             for request, slot, tree, size in zip(requests, slots, proposals, sizes, strict=True):
                 # Whole, not cut: other ranks' clocks may have chosen other sizes, and rank 0's is scheduled.
@@ -285,9 +285,9 @@ class Drafter:
         if self.model_drafts is not None:
             self.model_drafts.finish(request_id, num_output_tokens)
         if self._sampling.pop(request_id, None) is not None:
-            with self._memory.lock:
+            with self._checkpointer.lock:
                 self.proposer.finish(request_id)
-                self._memory.touch()
+                self._checkpointer.mark_dirty()
             if self._export is not None:
                 self._export.finish(request_id)
             if self.budget is not None:

@@ -24,12 +24,12 @@ from vllm_ext.data.model_files import ModelVocabulary
 from vllm_ext.engine import rule_faults, rule_requests
 from vllm_ext.engine.composed import scheduler
 from vllm_ext.engine.rule_requests import Configured
-from vllm_ext.engine.state.keeper import Memory
+from vllm_ext.engine.state.keeper import Checkpointer
 from vllm_ext.samplers.base import LearningRule, Row, Rule
-from vllm_ext.samplers.steering import CompanionOptions, Pause, SteeringRule
+from vllm_ext.samplers.steering import CompanionOptions, Deferral, SteeringRule
 
 if TYPE_CHECKING:
-    from vllm_ext.engine.v1.aux_logits import StepRows
+    from vllm_ext.engine.v1.aux_logits import StepAuxLogits
 
 Notes = dict[int, float]  # of a request, by place in its output
 
@@ -38,7 +38,7 @@ class RuleProcessor(LogitsProcessor):  # type: ignore[misc]  # vLLM is untyped t
     """The rules of one server; a subclass has their settings."""
 
     settings: ClassVar[RuleSettings]
-    beside: StepRows | None = None  # set by the runner where rules read more than logits
+    aux_logits: StepAuxLogits | None = None  # set by the runner where rules read more than logits
 
     @classmethod
     def validate_params(cls, sampling_params: SamplingParams) -> None:
@@ -48,7 +48,7 @@ class RuleProcessor(LogitsProcessor):  # type: ignore[misc]  # vLLM is untyped t
     def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
         self._rules = rules.load(self.settings.as_json, ModelVocabulary.of(vllm_config.model_config))
         self.rows: dict[int, dict[str, Row]] = {}  # by batch index, by rule
-        self.paused: dict[int, Pause | None] = {}  # by batch index, of the last call; None: it waits
+        self.deferrals: dict[int, Deferral | None] = {}  # by batch index, of the last call; None: it waits
         self._patience: float | None = rule_faults.SHORT_PATIENCE
         if vllm_config.parallel_config.world_size > 1:
             self._patience = None  # ranks have different clocks, and must have the same rows
@@ -89,7 +89,7 @@ class RuleProcessor(LogitsProcessor):  # type: ignore[misc]  # vLLM is untyped t
         if not asking:
             return None
         asked, end = rules.asked_of(params), params.eos_token_id
-        kept = {} if self.beside is None else self.beside.kept(output)
+        kept = {} if self.aux_logits is None else self.aux_logits.kept(output)
         faults: dict[int, str] = {}
         return {
             name: Row(prompt or [], output, end, its, asked, kept=kept.setdefault(name, {}), faults=faults)
@@ -107,7 +107,7 @@ class RuleProcessor(LogitsProcessor):  # type: ignore[misc]  # vLLM is untyped t
         return other
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
-        self.paused = {}
+        self.deferrals = {}
         for name, rule in self._rules.items():
             rows = {index: its[name] for index, its in self.rows.items() if name in its}
             rows = {index: row for index, row in sorted(rows.items()) if not row.faults}
@@ -115,20 +115,20 @@ class RuleProcessor(LogitsProcessor):  # type: ignore[misc]  # vLLM is untyped t
                 continue
             places = list(rows)
             if isinstance(rule, SteeringRule):
-                assert self.beside is not None
-                rule.beside = self.beside
-                self.beside.rows_are(None if len(rows) == len(logits) else places)
+                assert self.aux_logits is not None
+                rule.aux_logits = self.aux_logits
+                self.aux_logits.rows_are(None if len(rows) == len(logits) else places)
             index = None if len(rows) == len(logits) else torch.tensor(places, device=logits.device)
             part = logits if index is None else logits[index]
             rule.patience = self._patience
-            pauses = rule_faults.apply(name, rule, part, list(rows.values()), self._at(rule, places))
+            deferrals = rule_faults.apply(name, rule, part, list(rows.values()), self._at(rule, places))
             if index is not None:
                 logits[index] = part
             if self._patience == rule_faults.SHORT_PATIENCE:
-                late = [row for row, pause in pauses.items() if pause is None]
+                late = [row for row, deferral in deferrals.items() if deferral is None]
                 rule_faults.wait_no_longer(name, list(rows.values()), late)
-                pauses = {row: pause for row, pause in pauses.items() if pause is not None}
-            self.paused |= {places[row]: pause for row, pause in pauses.items()}
+                deferrals = {row: deferral for row, deferral in deferrals.items() if deferral is not None}
+            self.deferrals |= {places[row]: deferral for row, deferral in deferrals.items()}
         rule_faults.end(logits, {index: next(iter(its.values())) for index, its in self.rows.items()})
         return logits
 
@@ -136,18 +136,18 @@ class RuleProcessor(LogitsProcessor):  # type: ignore[misc]  # vLLM is untyped t
         """What tells of rows of a rule's that it is about to be applied to."""
 
         def at(rows: Sequence[int]) -> None:
-            if isinstance(rule, SteeringRule) and self.beside is not None:
-                self.beside.rows_are([places[row] for row in rows])
+            if isinstance(rule, SteeringRule) and self.aux_logits is not None:
+                self.aux_logits.rows_are([places[row] for row in rows])
 
         return at
 
 
-def paused(processors: Any) -> dict[int, Pause | None]:
+def deferrals(processors: Any) -> dict[int, Deferral | None]:
     """Rows of the last call of vLLM's LogitsProcessors that are to get no token yet, by batch index."""
-    found: dict[int, Pause | None] = {}
+    found: dict[int, Deferral | None] = {}
     for processor in processors.all:
         if isinstance(processor, RuleProcessor):
-            found |= processor.paused
+            found |= processor.deferrals
     return found
 
 
@@ -186,7 +186,7 @@ def take_faults(processors: Any, names: Sequence[str]) -> dict[str, tuple[int, s
     }
 
 
-def remember(vllm_config: Any, count: Callable[[str], None]) -> list[Memory]:
+def remember(vllm_config: Any, count: Callable[[str], None]) -> list[Checkpointer]:
     """Let rules that learn take over what was saved, and save them from now on; close what is given.
 
     Args:
@@ -196,16 +196,16 @@ def remember(vllm_config: Any, count: Callable[[str], None]) -> list[Memory]:
     settings = rules.of_vllm_config(vllm_config)
     if settings is None:
         return []
-    memories = []
+    checkpointers = []
     loaded = rules.load(settings.as_json, ModelVocabulary.of(vllm_config.model_config))
     for name, rule in loaded.items():
         if isinstance(rule, LearningRule):
             options = settings.options[name]
-            memory = Memory(vllm_config, name, options, {}, count)
+            memory = Checkpointer(vllm_config, name, options, {}, count)
             memory.restore(rule, lambda rule=rule: rule)  # type: ignore[misc]
-            rule.lock, rule.touch = memory.lock, memory.touch
-            memories.append(memory)
-    return memories
+            rule.lock, rule.mark_dirty = memory.lock, memory.mark_dirty
+            checkpointers.append(memory)
+    return checkpointers
 
 
 configured = Configured(RuleProcessor)

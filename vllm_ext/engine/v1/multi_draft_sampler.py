@@ -22,7 +22,7 @@ from vllm_ext.kernels.sparse import Float64
 from vllm_ext.samplers import k_seq, recursive_rejection
 
 
-class DrawnSampler:
+class MultiDraftSampler:
     """A sampler whose draws know of the children that were drawn.
 
     Args:
@@ -71,7 +71,7 @@ class DrawnSampler:
 class _LastDraw(torch.nn.Module):
     """Instead of vLLM's ``TopKTopPSampler``."""
 
-    def __init__(self, stock: Any, owner: DrawnSampler) -> None:
+    def __init__(self, stock: Any, owner: MultiDraftSampler) -> None:
         super().__init__()
         self._stock = stock
         self._owner = [owner]  # in a list: no submodule

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Twins in the V1 runner: which rows of a step stand behind the same tokens of two prompts. No vLLM in it."""
+"""Pairs in the V1 runner: which rows of a step stand behind the same tokens of two prompts. No vLLM in it."""
 
 from __future__ import annotations
 
@@ -9,29 +9,31 @@ from typing import Any
 from vllm_ext.engine import paired_requests
 
 
-class Twins:
+class PairedRows:
     """The requests of a batch that read another's answer behind a prompt of their own; see `engine.paired_requests`."""
 
     def __init__(self) -> None:
-        self._twins: dict[str, str] = {}  # by owner's request id, also of those one of whom has not come yet
-        self._owners: dict[str, str] = {}  # by twin's request id
-        # Batch indices of owners and twins that come to their next token in a step.
+        self._pairs: dict[
+            str, str
+        ] = {}  # by primary's request id, also of those one of whom has not come yet
+        self._primaries: dict[str, str] = {}  # by pair's request id
+        # Batch indices of primaries and pairs that come to their next token in a step.
         self.pairs: list[tuple[int, int]] = []
         self.held: list[int] = []  # batch indices of those that come to it without the other
 
     def admit(self, request_id: str, params: Any) -> None:
         """A request has come."""
-        if (owner := paired_requests.owner_of(params)) is not None:
-            self._owners[request_id], self._twins[owner] = owner, request_id
-        elif (twin := paired_requests.twin_of(params)) is not None:
-            self._twins[request_id] = twin
+        if (primary := paired_requests.primary_of(params)) is not None:
+            self._primaries[request_id], self._pairs[primary] = primary, request_id
+        elif (pair := paired_requests.pair_of(params)) is not None:
+            self._pairs[request_id] = pair
 
     def forget(self, request_id: str) -> None:
         """A request is gone."""
-        self._twins.pop(self._owners.pop(request_id, request_id), None)
+        self._pairs.pop(self._primaries.pop(request_id, request_id), None)
 
     def __contains__(self, request_id: str) -> bool:
-        return request_id in self._owners
+        return request_id in self._primaries
 
     def begin(self, batch: Mapping[str, int], row_start: Sequence[int], ready: Sequence[bool]) -> list[int]:
         """Find them in a step.
@@ -42,22 +44,22 @@ class Twins:
             ready: ``[num_requests]`` whether all its tokens have been read.
 
         Returns:
-            ``[num_rows]``, of each row with logits its twin's; of those without twins their own.
+            ``[num_rows]``, of each row with logits its pair's; of those without pairs their own.
         """
         self.pairs, self.held = [], []
         rows = list(range(row_start[-1]))
-        for owner_id, twin_id in self._twins.items():
-            owner, twin = batch.get(owner_id), batch.get(twin_id)
-            here = [each for each in (owner, twin) if each is not None and ready[each]]
-            if len(here) < 2 or owner is None or twin is None:
+        for primary_id, pair_id in self._pairs.items():
+            primary, pair = batch.get(primary_id), batch.get(pair_id)
+            here = [each for each in (primary, pair) if each is not None and ready[each]]
+            if len(here) < 2 or primary is None or pair is None:
                 self.held += here
                 continue
-            first, its = row_start[owner], row_start[twin]
+            first, its = row_start[primary], row_start[pair]
             if (
-                row_start[twin + 1] - its != row_start[owner + 1] - first
+                row_start[pair + 1] - its != row_start[primary + 1] - first
             ):  # the scheduler has cut one's drafts
                 self.held += here
                 continue
-            self.pairs.append((owner, twin))
-            rows[first : row_start[owner + 1]] = range(its, row_start[twin + 1])
+            self.pairs.append((primary, pair))
+            rows[first : row_start[primary + 1]] = range(its, row_start[pair + 1])
         return rows

@@ -20,12 +20,12 @@ from vllm.v1.sample.rejection_sampler import PLACEHOLDER_TOKEN_ID, RejectionSamp
 
 from vllm_ext.engine.grammar import Masks
 from vllm_ext.engine.tree_layout import StepTrees
-from vllm_ext.engine.v1.logits_processor import paused
-from vllm_ext.engine.v1.multi_draft_sampler import DrawnSampler
+from vllm_ext.engine.v1.logits_processor import deferrals
+from vllm_ext.engine.v1.multi_draft_sampler import MultiDraftSampler
 from vllm_ext.engine.v1.row_states import RowStates, has_thinking_budget, is_idle
 from vllm_ext.samplers.tree_walk import greedy_walk, walk
 
-PAUSED = -2  # instead of a token that a rule has put off; no draft is that
+DEFERRED = -2  # instead of a token that a rule has put off; no draft is that
 VERIFICATION = 0xACCE  # in the seed of its noise: apart from the draft's
 
 
@@ -35,7 +35,7 @@ class TreeSampler(RejectionSampler):  # type: ignore[misc]  # vLLM is untyped to
     # Set for this runner by `model_runner`.
     runner: Any = None
     row_states: RowStates
-    _drawn_sampler: DrawnSampler | None = None
+    _multi_draft_sampler: MultiDraftSampler | None = None
 
     def forward(
         self, metadata: Any, draft_probs: Any, logits: torch.Tensor, sampling_metadata: Any
@@ -69,8 +69,8 @@ class TreeSampler(RejectionSampler):  # type: ignore[misc]  # vLLM is untyped to
                 trees.accepted, emitted = walk(trees.row_start, tokens, trees.parents, rounds.draw)
             finally:
                 self.row_states.close()
-            if self.runner.may_pause:
-                emitted = [tokens[:-1] if tokens[-1] == PAUSED else tokens for tokens in emitted]
+            if self.runner.may_defer:
+                emitted = [tokens[:-1] if tokens[-1] == DEFERRED else tokens for tokens in emitted]
             logprobs = rounds.logprobs(max(1, *map(len, emitted)))
         if masks is not None:
             masks.close()
@@ -105,13 +105,15 @@ class TreeSampler(RejectionSampler):  # type: ignore[misc]  # vLLM is untyped to
             trees.drawn.pop(request, None)
         return tokens
 
-    def _verifier(self, trees: StepTrees) -> DrawnSampler:
+    def _verifier(self, trees: StepTrees) -> MultiDraftSampler:
         """The stock sampler, but for rows with children that were drawn."""
-        if self._drawn_sampler is None:
+        if self._multi_draft_sampler is None:
             seed = self.runner.model_config.seed
-            self._drawn_sampler = DrawnSampler(self.sampler, np.random.default_rng([VERIFICATION, seed]))
-        self._drawn_sampler.trees = trees
-        return self._drawn_sampler
+            self._multi_draft_sampler = MultiDraftSampler(
+                self.sampler, np.random.default_rng([VERIFICATION, seed])
+            )
+        self._multi_draft_sampler.trees = trees
+        return self._multi_draft_sampler
 
 
 class _GreedyRounds:
@@ -165,22 +167,22 @@ class _Rounds:
         index = torch.from_numpy(self._row_start[list(requests)] + np.array(rows))
         first = not emitted[0]
         metadata = self._metadata if first else self._advanced(requests, emitted)
-        if isinstance(self._sampler, DrawnSampler):
+        if isinstance(self._sampler, MultiDraftSampler):
             self._sampler.at(requests, rows)
         logits = self._logits[index.to(self._logits.device)]
         if self._masks is not None:
             self._masks.apply(logits, requests, emitted)
-        if self._runner.beside is not None:
-            self._runner.beside.call(index.to(self._logits.device))
-        noise = self._runner.noise(requests) if self._runner.may_pause else {}
+        if self._runner.aux_logits is not None:
+            self._runner.aux_logits.call(index.to(self._logits.device))
+        noise = self._runner.noise(requests) if self._runner.may_defer else {}
         output = self._sampler(logits=logits, sampling_metadata=metadata)
         if output.logprobs_tensors is not None:
             self._parts.append((list(requests), output.logprobs_tensors))
         tokens: list[int] = output.sampled_token_ids[:, 0].tolist()
-        if self._runner.may_pause:
-            for place, pause in paused(metadata.logitsprocs).items():
-                if self._runner.pause(requests[place], pause):
-                    tokens[place] = PAUSED
+        if self._runner.may_defer:
+            for place, deferral in deferrals(metadata.logitsprocs).items():
+                if self._runner.defer(requests[place], deferral):
+                    tokens[place] = DEFERRED
                     if requests[place] in noise:
                         self._runner.input_batch.generators[requests[place]].set_state(noise[requests[place]])
         return tokens

@@ -15,19 +15,19 @@ from vllm_ext.data.model_files import ModelVocabulary
 from vllm_ext.engine import step_extras
 from vllm_ext.engine.models.hidden_states import HiddenStates
 from vllm_ext.engine.v1 import logits_processor
-from vllm_ext.engine.v1.aux_logits import SecondModel, StepRows
+from vllm_ext.engine.v1.aux_logits import SecondModel, StepAuxLogits
 from vllm_ext.engine.v1.logits_processor import RuleProcessor
-from vllm_ext.engine.v1.paired_rows import Twins
+from vllm_ext.engine.v1.paired_rows import PairedRows
 from vllm_ext.engine.v1.undrawn_noise import UndrawnNoise
-from vllm_ext.samplers.steering import Pause, PausingRule, SteeringRule
+from vllm_ext.samplers.steering import Deferral, LookaheadRule, SteeringRule
 
 
 class RuledRunner(UndrawnNoise):
     """Mixin in front of vLLM's V1 runner class of any platform, where there are rules."""
 
-    twins: Twins | None = None  # set where a rule reads pairs
-    pausing: str | None = None  # the rule that can put tokens off
-    pauses: dict[str, Pause | None]  # of the step's requests whose next token was put off, by id
+    paired_rows: PairedRows | None = None  # set where a rule reads pairs
+    looking_ahead: str | None = None  # the rule that can put tokens off
+    deferrals: dict[str, Deferral | None]  # of the step's requests whose next token was put off, by id
     logits_rows: torch.Tensor | None = None  # of the step's tokens, those with logits
 
     def _prepare_inputs(self, *args: Any, **kwargs: Any) -> Any:
@@ -38,54 +38,56 @@ class RuledRunner(UndrawnNoise):
     def _model_forward(self, input_ids: Any = None, positions: Any = None, *args: Any, **kwargs: Any) -> Any:
         """vLLM's, and the second model's where a request of the batch asks for it."""
         result = super()._model_forward(input_ids, positions, *args, **kwargs)  # type: ignore[misc]
-        if self.beside is not None and self.beside.second is not None:
+        if self.aux_logits is not None and self.aux_logits.second is not None:
             processors = self.input_batch.logitsprocs.all
             if any(isinstance(each, RuleProcessor) and each.reads_companion for each in processors):
-                self.beside.second.forward(input_ids, positions)
+                self.aux_logits.second.forward(input_ids, positions)
         return result
 
     def sample_tokens(self, grammar_output: Any) -> Any:
         state = self.execute_model_state
-        if self.may_pause:
+        if self.may_defer:
             for processor in self.input_batch.logitsprocs.all:
                 if isinstance(processor, RuleProcessor):
-                    processor.paused = {}
-        if state is not None and self.beside is not None:
+                    processor.deferrals = {}
+        if state is not None and self.aux_logits is not None:
             assert self.logits_rows is not None
-            self.beside.begin(self.logits_rows, state.logits, state.hidden_states, state.aux_hidden_states)
-            if self.twins is not None:
-                rows = self._begin_twins(self.twins)
-                self.beside.twins = torch.tensor(rows, device=self.logits_rows.device)
+            self.aux_logits.begin(
+                self.logits_rows, state.logits, state.hidden_states, state.aux_hidden_states
+            )
+            if self.paired_rows is not None:
+                rows = self._begin_pairs(self.paired_rows)
+                self.aux_logits.pair_rows = torch.tensor(rows, device=self.logits_rows.device)
         return super().sample_tokens(grammar_output)
 
     def noise(self, requests: Iterable[int]) -> dict[int, torch.Tensor]:
         """States of some requests' seeded generators, where a row may have to give back what it has drawn."""
         generators = self.input_batch.generators
-        if not self.may_pause or not generators:
+        if not self.may_defer or not generators:
             return {}
         return {index: generators[index].get_state() for index in requests if index in generators}
 
-    def pause(self, index: int, pause: Pause | None) -> bool:
+    def defer(self, index: int, deferral: Deferral | None) -> bool:
         """A request's next token is put off; False where it would have got none anyway."""
         if self.discard_request_mask.np[index]:
             return False
-        self.pauses[self.input_batch.req_ids[index]] = pause
+        self.deferrals[self.input_batch.req_ids[index]] = deferral
         return True
 
-    def _begin_twins(self, twins: Twins) -> list[int]:
-        """Which rows are whose twins'; requests of the step without their other halves beside them get no token."""
+    def _begin_pairs(self, paired: PairedRows) -> list[int]:
+        """Which rows are whose pairs'; requests of the step without their other halves beside them get no token."""
         discarded = self.discard_request_mask.np
-        rows = twins.begin(
+        rows = paired.begin(
             self.input_batch.req_id_to_index,
             self._row_start(),
             [not each for each in discarded[: self.input_batch.num_reqs]],
         )
-        discarded[twins.held] = True
-        self.pairs = twins.pairs
+        discarded[paired.held] = True
+        self.pairs = paired.pairs
         return rows
 
     def is_pair(self, request_id: str) -> bool:
-        return self.twins is not None and request_id in self.twins
+        return self.paired_rows is not None and request_id in self.paired_rows
 
     def _row_start(self) -> list[int]:
         """Where each request's rows with logits begin: ``[num_requests + 1]``."""
@@ -95,9 +97,9 @@ class RuledRunner(UndrawnNoise):
         """vLLM's; pairs get their primaries' tokens, and paused requests none."""
         noise = self.noise(range(self.input_batch.num_reqs))
         output = super()._sample(logits, spec_decode_metadata)  # type: ignore[misc]
-        if self.may_pause:
-            for index, pause in logits_processor.paused(self.input_batch.logitsprocs).items():
-                if self.pause(index, pause):
+        if self.may_defer:
+            for index, deferral in logits_processor.deferrals(self.input_batch.logitsprocs).items():
+                if self.defer(index, deferral):
                     self.discard_request_mask.np[index] = True
                     if index in noise:
                         self.input_batch.generators[index].set_state(noise[index])
@@ -108,27 +110,27 @@ class RuledRunner(UndrawnNoise):
         return output
 
     def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
-        if self.may_pause:
-            self.pauses = {}
-        if self.beside is not None and self.pausing is not None:
+        if self.may_defer:
+            self.deferrals = {}
+        if self.aux_logits is not None and self.looking_ahead is not None:
             for name, (place, token) in step_extras.of(scheduler_output).choices.items():
-                self.beside.keep(name, self.pausing, place, token)
-        if self.twins is not None:
+                self.aux_logits.keep(name, self.looking_ahead, place, token)
+        if self.paired_rows is not None:
             for request in scheduler_output.scheduled_new_reqs:
-                self.twins.admit(request.req_id, request.sampling_params)
+                self.paired_rows.admit(request.req_id, request.sampling_params)
         return super().execute_model(scheduler_output, *args, **kwargs)  # type: ignore[misc]
 
     def _on_request_state_removed(self, req_id: str, req_state: Any) -> None:
         super()._on_request_state_removed(req_id, req_state)  # type: ignore[misc]
-        if self.beside is not None:
-            self.beside.forget(req_id)
-        if self.twins is not None:
-            self.twins.forget(req_id)
+        if self.aux_logits is not None:
+            self.aux_logits.forget(req_id)
+        if self.paired_rows is not None:
+            self.paired_rows.forget(req_id)
 
-    def read_beside(self, settings: RuleSettings) -> None:
+    def read_aux_logits(self, settings: RuleSettings) -> None:
         """After the target is loaded: make what rules read beside its logits."""
         runner: Any = self
-        self.may_pause = settings.waits or settings.pauses
+        self.may_defer = settings.waits or settings.looks_ahead
         loaded = rules.load(settings.as_json, ModelVocabulary.of(runner.model_config))
         steering = [rule for rule in loaded.values() if isinstance(rule, SteeringRule)]
         if not steering:
@@ -150,17 +152,17 @@ class RuledRunner(UndrawnNoise):
         second = None
         if settings.companion is not None:
             second = SecondModel(runner.vllm_config, settings.companion, runner.get_model(), of_companion)
-        self.beside = StepRows(runner.model_config.get_vocab_size(), read, second, runner.requests)
-        self.twins = Twins() if settings.twins else None
-        self.pausing = next((rule.name for rule in steering if isinstance(rule, PausingRule)), None)
+        self.aux_logits = StepAuxLogits(runner.model_config.get_vocab_size(), read, second, runner.requests)
+        self.paired_rows = PairedRows() if settings.pairs else None
+        self.looking_ahead = next((rule.name for rule in steering if isinstance(rule, LookaheadRule)), None)
         for processor in runner.input_batch.logitsprocs.all:
             if isinstance(processor, RuleProcessor):
-                processor.beside = self.beside
+                processor.aux_logits = self.aux_logits
 
-    def warm_up_beside(self) -> None:
+    def warm_up_aux_logits(self) -> None:
         """Compile what would else stall the first request."""
-        if self.beside is not None and self.beside.second is not None:
-            self.beside.second.warm_up(16)
+        if self.aux_logits is not None and self.aux_logits.second is not None:
+            self.aux_logits.second.warm_up(16)
 
 
 def install(runner: Any) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 if TYPE_CHECKING:
-    from vllm_ext.engine.v1.aux_logits import StepRows
+    from vllm_ext.engine.v1.aux_logits import StepAuxLogits
 
 
 class UndrawnNoise:
@@ -24,8 +24,8 @@ class UndrawnNoise:
     discard_request_mask: Any
 
     # Set by `steering_runner`, where there are rules.
-    beside: StepRows | None = None  # where a rule reads more than logits
-    may_pause = False  # whether a rule may defer a request's token
+    aux_logits: StepAuxLogits | None = None  # where a rule reads more than logits
+    may_defer = False  # whether a rule may defer a request's token
     pairs: Sequence[tuple[int, int]] = ()  # of the step, batch indices of primaries and their pairs
 
     _aside: dict[int, torch.Generator]  # of the step's requests that get no token

@@ -16,7 +16,7 @@ from vllm_ext.engine.attention import tree_backend
 from vllm_ext.engine.counter_file import WorkerCounts
 from vllm_ext.engine.models import cpu_linear
 from vllm_ext.engine.startup_log import MIN_P, Started, without
-from vllm_ext.engine.state.keeper import Memory
+from vllm_ext.engine.state.keeper import Checkpointer
 from vllm_ext.engine.v1 import logits_processor, model_runner, steering_runner
 from vllm_ext.engine.v1.drafter import Drafter
 
@@ -82,7 +82,7 @@ class EncodedCache(WorkerPart):
 class Rules(WorkerPart):
     """Rules may report, learn, read more than logits, or fail."""
 
-    _memories: Sequence[Memory] = ()
+    _checkpointers: Sequence[Checkpointer] = ()
     _counts: WorkerCounts | None = None  # without a method of ours, of the first rank
     _reports = False
 
@@ -97,9 +97,9 @@ class Rules(WorkerPart):
         settings = rules.of_vllm_config(self.vllm_config)
         assert settings is not None
         if settings.learns:
-            self._memories = logits_processor.remember(self.vllm_config, self._counter())
+            self._checkpointers = logits_processor.remember(self.vllm_config, self._counter())
         self._reports = settings.reports
-        self.model_runner.read_beside(settings)
+        self.model_runner.read_aux_logits(settings)
         return result
 
     def _counter(self) -> Callable[[str], None]:
@@ -115,7 +115,7 @@ class Rules(WorkerPart):
     def make_ready(self) -> None:
         """Compile what rules read."""
         super().make_ready()
-        self.model_runner.warm_up_beside()
+        self.model_runner.warm_up_aux_logits()
 
     def sample_tokens(self, grammar_output: Any) -> Any:
         """vLLM's; what rules have noted goes with the tokens."""
@@ -124,8 +124,8 @@ class Rules(WorkerPart):
             return None
         runner = self.model_runner
         processors, names = runner.input_batch.logitsprocs, runner.input_batch.req_ids
-        if runner.may_pause:
-            step_extras.set_of(output).pauses = runner.pauses
+        if runner.may_defer:
+            step_extras.set_of(output).deferrals = runner.deferrals
         if self._reports:
             step_extras.set_of(output).notes = logits_processor.take_notes(processors, names)
         rule_faults.attach(output, logits_processor.take_faults(processors, names))
@@ -134,7 +134,7 @@ class Rules(WorkerPart):
     def shutdown(self) -> None:
         """Save what was learnt, then vLLM's own."""
         try:
-            for memory in self._memories:
+            for memory in self._checkpointers:
                 memory.close()
             if self._counts is not None:
                 self._counts.remove()

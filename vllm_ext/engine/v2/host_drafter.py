@@ -17,7 +17,7 @@ from vllm.logger import init_logger
 
 from vllm_ext.config.speculative import Settings
 from vllm_ext.engine import sampling_params
-from vllm_ext.engine.state.keeper import Memory
+from vllm_ext.engine.state.keeper import Checkpointer
 from vllm_ext.proposers.base import Proposer, Request, VerifiedRows, chains_where_asked, propose_apart
 from vllm_ext.proposers.tree import DraftTree, Float32, Int32
 
@@ -108,7 +108,9 @@ class HostDrafts:
         self._max_model_len: int = vllm_config.model_config.max_model_len
         self._settings, self._count = settings, count
         self.proposer = self._make()
-        self._memory = Memory(vllm_config, settings.method, settings.options, settings.own_options, count)
+        self._checkpointer = Checkpointer(
+            vllm_config, settings.method, settings.options, settings.own_options, count
+        )
         self._texts: dict[str, _Text] = {}
         self._serves = False
 
@@ -118,7 +120,7 @@ class HostDrafts:
     def load(self) -> None:
         """Compile what would else stall the first request, and take over what was saved."""
         self.proposer.warm_up()
-        self.proposer = self._memory.restore(self.proposer, self._make)
+        self.proposer = self._checkpointer.restore(self.proposer, self._make)
 
     def serve(self) -> None:
         """From now on requests are real; the proposer has heard of none."""
@@ -150,9 +152,9 @@ class HostDrafts:
 
     def close(self) -> None:
         """Save what was learnt, running requests' text too."""
-        if self._memory.keeps:
+        if self._checkpointer.keeps:
             self.finish(list(self._texts))
-        self._memory.close()
+        self._checkpointer.close()
 
     def step(self, names: Sequence[str], verified: Verified, level: int) -> tuple[list[DraftTree], Int32]:
         """Learn from a step, and draft for the next.
@@ -173,11 +175,14 @@ class HostDrafts:
         ]
         trees = [DraftTree.empty() for _ in names]
         if self._serves:
-            with self._forgiving("drafting failed; this step goes on without drafts"), self._memory.lock:
+            with (
+                self._forgiving("drafting failed; this step goes on without drafts"),
+                self._checkpointer.lock,
+            ):
                 self.proposer.observe(_rows(names, texts, verified, emitted))
                 drafted = [place for place, tokens in enumerate(emitted) if tokens]
                 trees = self._propose(names, texts, drafted, level)
-                self._memory.touch()
+                self._checkpointer.mark_dirty()
         last = [0 if text is None or not text.length else text.tokens[-1] for text in texts]
         return trees, np.array(last, np.int32)
 
@@ -203,9 +208,9 @@ class HostDrafts:
         return trees
 
     def _tell_finished(self, name: str) -> None:
-        with self._forgiving("a finished request was not forgotten"), self._memory.lock:
+        with self._forgiving("a finished request was not forgotten"), self._checkpointer.lock:
             self.proposer.finish(name)
-            self._memory.touch()
+            self._checkpointer.mark_dirty()
 
     @contextmanager
     def _forgiving(self, what: str) -> Iterator[None]:

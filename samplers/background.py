@@ -22,7 +22,7 @@ from vllm_ext.samplers.kept import Kept
 
 T = TypeVar("T")
 MOST_PENDING = 64  # results that nobody has taken, of requests that are gone
-_START = "from vllm_ext.samplers.beside import serve; serve()"
+_START = "from vllm_ext.samplers.background import serve; serve()"
 
 
 class Making(Generic[T]):

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from vllm_ext.samplers.beside import Making, Process
+from vllm_ext.samplers.background import Making, Process
 from vllm_ext.samplers.kept import Kept, digest
 
 

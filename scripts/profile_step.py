@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What tree speculation costs a step beside the forward pass, part by part, in a real engine.
+"""What tree speculation costs a step beside the forward pass, part by part, in a real engine, scheduler and worker.
 
 .venv/bin/python scripts/profile_step.py --model MODEL [--nodes 16] [--batch-size 1]
 """
@@ -14,6 +14,7 @@ import time
 from typing import Any
 
 os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # functions are sent to the worker
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the scheduler is in this process
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 
 PROMPTS = (
@@ -62,6 +63,27 @@ def start_clocks(worker: Any) -> None:
     clock(runner.drafter, "step", "update and proposal")
 
 
+def clock_scheduler(llm: Any) -> dict[str, list[float]]:
+    """Time the scheduler's two calls of a step."""
+    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+    times: dict[str, list[float]] = {}
+
+    def clock(name: str) -> None:
+        inner = getattr(scheduler, name)
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            started = time.perf_counter()
+            result = inner(*args, **kwargs)
+            times.setdefault(f"scheduler: {name}", []).append(time.perf_counter() - started)
+            return result
+
+        setattr(scheduler, name, timed)
+
+    clock("schedule")
+    clock("update_from_output")
+    return times
+
+
 def read_clocks(worker: Any) -> dict[str, list[float]]:
     """The seconds of each call by part, and start again."""
     times: dict[str, list[float]] = {label: list(values) for label, values in worker.times.items()}
@@ -96,6 +118,7 @@ def main() -> None:
     messages = [[{"role": "user", "content": text}] for text in PROMPTS]
     llm.chat(messages, params, use_tqdm=False)
     llm.collective_rpc(start_clocks)
+    of_scheduler = clock_scheduler(llm)
     llm.chat(messages, params, use_tqdm=False)
     (times,) = llm.collective_rpc(read_clocks)
     steps = len(times["forward"])
@@ -103,14 +126,14 @@ def main() -> None:
         f"{steps} steps, batch {arguments.batch_size}, up to {arguments.nodes} nodes a request, milliseconds a step"
     )
     total = 0.0
-    for label, values in times.items():
+    for label, values in (times | of_scheduler).items():
         mean = 1e3 * sum(values) / steps
         if label != "forward":
             total += mean
         print(
-            f"  {label:20} mean {mean:6.3f}   median of its {len(values)} calls {1e3 * statistics.median(values):6.3f}"
+            f"  {label:29} mean {mean:6.3f}   median of its {len(values)} calls {1e3 * statistics.median(values):6.3f}"
         )
-    print(f"  all but the forward  mean {total:6.3f}")
+    print(f"  all but the forward           mean {total:6.3f}")
 
 
 if __name__ == "__main__":

@@ -9,10 +9,13 @@ encoded, and its own as it is.
 
 from __future__ import annotations
 
+import functools
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field
+
+from vllm_ext.kernels.block_format import BlockFormat
 
 if TYPE_CHECKING:
     import torch
@@ -38,13 +41,6 @@ class CodecOptions(BaseModel):
     )
 
 
-def num_spans(block: int, window_blocks: int, sink_blocks: int, span_blocks: int) -> int:
-    """How many spans are one block each for a row of ``block``: those before its window, behind the sinks."""
-    if not span_blocks:
-        return 0
-    return max(block - window_blocks - sink_blocks, 0) // span_blocks
-
-
 class KVCodec(ABC):
     """A codec for one size of block and head.
 
@@ -68,6 +64,8 @@ class KVCodec(ABC):
     another request's prompt."""
     RAW_VECTORS: ClassVar[int] = 2
     """Of a token as it is: its key, its value, and maybe the mean of the queries that go with its key."""
+    KERNELS: ClassVar[str] = ""
+    """The codec whose kernels these blocks take; "": its own."""
     BLOCK_SIZE: ClassVar[int] = 64
     """Where the user has not said. What is not encoded yet takes the more room, and is the more, the larger it is."""
 
@@ -153,34 +151,23 @@ class KVCodec(ABC):
         """
         raise NotImplementedError
 
-    def blocks_read(self, block: int) -> list[int]:
-        """Those before the ``block`` of a row that the row reads."""
-        first = 0 if self.window_blocks is None else max(block - self.window_blocks, 0)
-        sinks = min(self.sink_blocks, first)
-        if not self.span_blocks:
-            return [*range(sinks), *range(first, block)]
-        spans = self.num_spans(block)
-        merged = [sinks + i * self.span_blocks for i in range(spans)]
-        return [*range(sinks), *merged, *range(sinks + spans * self.span_blocks, block)]
-
-    def num_spans(self, block: int) -> int:
-        """How many spans a row of ``block`` reads as one block each."""
-        return num_spans(block, self.window_blocks or 0, self.sink_blocks, self.span_blocks)
-
-    def blocks_of(self, span: int) -> range:
-        """Of a span; the first is the one that it becomes."""
-        first = self.sink_blocks + span * self.span_blocks
-        return range(first, first + self.span_blocks)
-
-    def raw_tokens_per_block(self, element_size: int) -> int:
-        """How many tokens as they are have room in the bytes of a block, none of them in two."""
-        return self.block_size * self.bytes_per_token // (self.RAW_VECTORS * self.head_size * element_size)
-
-    def tail_blocks(self, element_size: int, num_tokens: int) -> int:
-        """Blocks behind the one that fills up whose bytes hold its tokens as they are.
-
-        Args:
-            element_size: bytes of an element of a key.
-            num_tokens: that may stand there, those of drafts among them.
-        """
-        return -(-num_tokens // self.raw_tokens_per_block(element_size))
+    @functools.cached_property
+    def format(self) -> BlockFormat:
+        """What the kernels take of this codec."""
+        return BlockFormat(
+            name=self.name,
+            kernels=self.KERNELS or self.name,
+            block_size=self.block_size,
+            head_size=self.head_size,
+            bytes_per_token=self.bytes_per_token,
+            raw_vectors=self.RAW_VECTORS,
+            numbers=self.numbers,
+            window_blocks=self.window_blocks,
+            sink_blocks=self.sink_blocks,
+            span_blocks=self.span_blocks,
+            encode=self.encode,
+            decode=self.decode,
+            merge=self.merge,
+            log_counts=self.log_counts,
+            retrieve=self.retrieve,
+        )

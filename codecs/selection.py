@@ -79,6 +79,7 @@ class SelectingCodec(HalvesCodec):
     """Keys and values as they are, of blocks that are chosen; see `ScoredPolicy`."""
 
     ANSWERS_READ_LESS = True
+    KERNELS = "streaming_llm"
 
     def __init__(self, options: SelectionOptions, block_size: int, head_size: int) -> None:
         super().__init__(options, block_size, head_size)

@@ -37,8 +37,6 @@ _PLACES = {
     "gear": 1,
     "mustafar": 2,
     "streaming_llm": 3,
-    "snapkv": 3,
-    "critic": 3,
     "chelsea": 4,
     "actqkv": 5,
     "spherical": 6,

@@ -6,8 +6,8 @@ is. What a row sees so depends on its position and the tokens before it alone: n
 rows beside it, or on whether a block was found in the cache. The tokens of the block that fills up lie, as they are,
 in the bytes of the blocks behind it in the request's table, which the tokens to come will need later.
 
-A codec may merge blocks: where `KVCodec.num_spans` says that a row reads a span as one block, it has become one, in the
-place of its first. The others are then read no more.
+A codec may merge blocks: where `BlockFormat.num_spans` says that a row reads a span as one block, it has become one, in
+the place of its first. The others are then read no more.
 
 Rows that are not settled yet, those of drafts, are of the block of the first row, whichever place they have in it.
 
@@ -22,9 +22,9 @@ from typing import Any
 
 import torch
 
-from vllm_ext.codecs.base import KVCodec
 from vllm_ext.kernels import backends
 from vllm_ext.kernels.backends import Backend
+from vllm_ext.kernels.block_format import BlockFormat
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -37,8 +37,8 @@ class Reading:
         lists: int32 ``[num_lists, most]``, places in the request's block table of the blocks that a row reads before
             its own, ascending.
         lengths: int32 ``[num_lists]``, how many each has.
-        list_of_row: int32 ``[sum(num_rows)]``, -1 for what `KVCodec.blocks_read` says, -2 for what the codec retrieves
-            for the row. Rows of one block of a request that have a list have the same one.
+        list_of_row: int32 ``[sum(num_rows)]``, -1 for what `BlockFormat.blocks_read` says, -2 for what the codec
+            retrieves for the row. Rows of one block of a request that have a list have the same one.
         watched: int32 ``[sum(num_rows)]``, places in ``mass``, -1 for rows that are not watched.
         mass: float32 ``[num_watched, max_blocks]``. Each call adds, by place in the block table, the weight that the
             row gives to a block, summed over its heads.
@@ -101,7 +101,7 @@ class EncodedRows:
         """By the form of the other tensors: they were looked at, and what a backend keeps from layer to layer."""
         return {}
 
-    def parts(self, codec: KVCodec) -> list[tuple[EncodedRows, torch.Tensor | None]]:
+    def parts(self, codec: BlockFormat) -> list[tuple[EncodedRows, torch.Tensor | None]]:
         """What is read one after the other, and by request the span that is merged behind each; see `encoded_spans`."""
         if not codec.span_blocks:
             return [(self, None)]
@@ -121,7 +121,7 @@ def encoded_attention(
     pages: torch.Tensor,
     output: torch.Tensor,
     rows: EncodedRows,
-    codec: KVCodec,
+    codec: BlockFormat,
     scale: float,
     backend: Backend = "auto",
 ) -> None:
@@ -137,7 +137,7 @@ def encoded_attention(
         output: shape and dtype of ``query``. Written at the rows and nowhere else.
         rows: on query's device. Each request's ``block_table`` has ``codec.tail_blocks`` of what may stand in a block,
             rows of drafts among it, behind the block of its last settled row.
-        codec: of the pages.
+        codec: `KVCodec.format` of the pages' codec.
         scale: factor of the scores.
         backend: "auto" takes numba on the CPU and torch elsewhere; "triton" has rows that decode over codec kivi.
 
@@ -178,7 +178,7 @@ def _validate(
     value: torch.Tensor,
     pages: torch.Tensor,
     output: torch.Tensor,
-    codec: KVCodec,
+    codec: BlockFormat,
 ) -> None:
     dtypes = {tensor.dtype for tensor in (query, key, value, output)}
     if len(dtypes) > 1 or query.dtype not in DTYPES:

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from vllm_ext.codecs.base import KVCodec
 from vllm_ext.kernels.attention_parts_numba import LOG2_E, c_function, run_in_threads
+from vllm_ext.kernels.block_format import BlockFormat
 from vllm_ext.kernels.block_forms_numba import Form, form_of
 from vllm_ext.kernels.encoded_attention import EncodedRows
 from vllm_ext.kernels.encoded_passes_numba import attend, write
@@ -24,7 +24,7 @@ from vllm_ext.kernels.numba_vectors import LANES
 WIDE_ROWS = 96  # rows of a task: their scores of a chunk stay in the second-level cache
 WIDE_ROWS_THREADED = 24  # smaller, so that one request's few KV heads keep several threads busy
 
-NUMBERS = tuple(f"number_{i}" for i in range(4))  # those of `KVCodec.numbers`
+NUMBERS = tuple(f"number_{i}" for i in range(4))  # those of `BlockFormat.numbers`
 
 
 class _Arguments(ctypes.Structure):
@@ -58,7 +58,7 @@ def encoded_attention_numba(
     pages: torch.Tensor,
     output: torch.Tensor,
     rows: EncodedRows,
-    codec: KVCodec,
+    codec: BlockFormat,
     scale: float,
     prepared: dict[str, Any],
 ) -> None:
@@ -73,7 +73,7 @@ def encoded_attention_numba(
     """
     if not prepared:
         threads = torch.get_num_threads()
-        passes = _compiled(form_of(codec.name), query.dtype)
+        passes = _compiled(form_of(codec.kernels), query.dtype)
         prepared.update(passes=passes, threads=threads)
         prepared["arguments"], prepared["kept"] = _arguments(
             query, key, value, pages, output, rows, codec, threads
@@ -113,7 +113,7 @@ def _arguments(
     pages: torch.Tensor,
     output: torch.Tensor,
     rows: EncodedRows,
-    codec: KVCodec,
+    codec: BlockFormat,
     threads: int,
 ) -> tuple[_Arguments, tuple[torch.Tensor, torch.Tensor]]:
     """All but the addresses of the first five and the scale; and what must live as long."""
@@ -150,7 +150,7 @@ def _arguments(
         block_size=block_size,
         element_size=query.element_size(),
         tail_tokens=codec.raw_tokens_per_block(query.element_size()),
-        raw_vectors=codec.RAW_VECTORS,
+        raw_vectors=codec.raw_vectors,
         **dict(zip(NUMBERS, numbers, strict=True)),
         window_blocks=rows.block_table.shape[1] if codec.window_blocks is None else codec.window_blocks,
         sink_blocks=codec.sink_blocks,

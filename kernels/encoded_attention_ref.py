@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from vllm_ext.codecs.base import KVCodec
+from vllm_ext.kernels.block_format import BlockFormat
 from vllm_ext.kernels.encoded_attention import EncodedRows, Reading
 
 LISTED, RETRIEVED = 0, -2  # of `Reading.list_of_row`
@@ -18,7 +18,7 @@ def encoded_attention_ref(
     pages: torch.Tensor,
     output: torch.Tensor,
     rows: EncodedRows,
-    codec: KVCodec,
+    codec: BlockFormat,
     scale: float,
     prepared: dict[str, Any],
 ) -> None:
@@ -46,14 +46,14 @@ def write_rows(
     value: torch.Tensor,
     pages: torch.Tensor,
     rows: EncodedRows,
-    codec: KVCodec,
+    codec: BlockFormat,
 ) -> list[torch.Tensor]:
     """Put a step's keys and values into the cache; returns by request what `_write` does."""
     group = query.shape[1] // pages.shape[1]
     means = (query.float().reshape(len(query), -1, group, query.shape[2]).sum(2) * (1 / group)).to(
         query.dtype
     )
-    vectors = torch.stack([key, value, means][: codec.RAW_VECTORS], 2)
+    vectors = torch.stack([key, value, means][: codec.raw_vectors], 2)
     return [_write(vectors, pages, codec, *request) for request in _requests(rows)]
 
 
@@ -81,28 +81,28 @@ class _Reads:
 
 
 def _tail(
-    pages: torch.Tensor, codec: KVCodec, dtype: torch.dtype, table: list[int], block: int, place: int
+    pages: torch.Tensor, codec: BlockFormat, dtype: torch.dtype, table: list[int], block: int, place: int
 ) -> torch.Tensor:
-    """What lies at a place of a block that fills up: ``[num_kv_heads, RAW_VECTORS, head_size]``, the cache's memory."""
+    """What lies at a place of a block that fills up: ``[num_kv_heads, raw_vectors, head_size]``, the cache's memory."""
     per_block = codec.raw_tokens_per_block(dtype.itemsize)
-    width = codec.RAW_VECTORS * codec.head_size * dtype.itemsize
+    width = codec.raw_vectors * codec.head_size * dtype.itemsize
     page = pages[table[block + 1 + place // per_block]].flatten(1)
     start = place % per_block * width
     found: torch.Tensor = page[:, start : start + width].view(dtype)
-    return found.view(len(page), codec.RAW_VECTORS, codec.head_size)
+    return found.view(len(page), codec.raw_vectors, codec.head_size)
 
 
 def _write(
     vectors: torch.Tensor,
     pages: torch.Tensor,
-    codec: KVCodec,
+    codec: BlockFormat,
     first: int,
     num: int,
     settled: int,
     context: int,
     table: list[int],
 ) -> torch.Tensor:
-    """Returns `_tail`'s vectors from the block the rows begin in on: ``[RAW_VECTORS, num_kv_heads, tokens, head]``."""
+    """Returns `_tail`'s vectors from the block the rows begin in on: ``[raw_vectors, num_kv_heads, tokens, head]``."""
     size = codec.block_size
     begin = context // size * size
     old = [
@@ -126,7 +126,7 @@ def _attend(
     query: torch.Tensor,
     pages: torch.Tensor,
     output: torch.Tensor,
-    codec: KVCodec,
+    codec: BlockFormat,
     scale: float,
     first: int,
     num: int,
@@ -174,7 +174,7 @@ def _attend(
             output[first + row, head * group : (head + 1) * group] = (weights @ v).to(output.dtype)
 
 
-def merge_spans_ref(pages: torch.Tensor, rows: EncodedRows, due: torch.Tensor, codec: KVCodec) -> None:
+def merge_spans_ref(pages: torch.Tensor, rows: EncodedRows, due: torch.Tensor, codec: BlockFormat) -> None:
     """See `vllm_ext.kernels.encoded_attention.encoded_attention`: ``due`` is by request the span to merge, or -1."""
     for table, span in zip(rows.block_table.tolist(), due.tolist(), strict=True):
         if span >= 0:

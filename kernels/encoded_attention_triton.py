@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from vllm_ext.codecs.base import KVCodec
+from vllm_ext.kernels.block_format import BlockFormat
 from vllm_ext.kernels.encoded_attention import EncodedRows
 from vllm_ext.kernels.encoded_attention_ref import write_rows
 
@@ -29,7 +29,7 @@ def encoded_attention_triton(
     pages: torch.Tensor,
     output: torch.Tensor,
     rows: EncodedRows,
-    codec: KVCodec,
+    codec: BlockFormat,
     scale: float,
     prepared: dict[str, Any],
 ) -> None:
@@ -72,7 +72,7 @@ def encoded_attention_triton(
     )
 
 
-def _prepare(rows: EncodedRows, codec: KVCodec) -> dict[str, torch.Tensor]:
+def _prepare(rows: EncodedRows, codec: BlockFormat) -> dict[str, torch.Tensor]:
     """By row its request, where in the query it is, and the rows of its request that it sees, uint8."""
     columns = (rows.num_rows, rows.num_settled, rows.context_len, rows.first_row)
     requests = list(zip(*(column.tolist() for column in columns), strict=True))

@@ -140,7 +140,7 @@ def mean_query(to: Any, at: int, query: Any, start: int, stride: int, group: int
 
 @numba.njit(error_model="numpy")  # type: ignore[untyped-decorator]
 def in_order(order: Any, block: int, window: int, sinks: int, span_blocks: int) -> int:
-    """``order`` begins with the blocks that `KVCodec.blocks_read` says a row of ``block`` reads; returns how many."""
+    """``order`` begins with what `BlockFormat.blocks_read` says a row of ``block`` reads; returns how many."""
     dense: Any = max(block - window, 0)
     num: Any = min(sinks, dense)
     for i in range(num):

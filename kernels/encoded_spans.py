@@ -11,11 +11,11 @@ from collections.abc import Iterator
 
 import torch
 
-from vllm_ext.codecs.base import KVCodec
+from vllm_ext.kernels.block_format import BlockFormat
 from vllm_ext.kernels.encoded_attention import EncodedRows
 
 
-def cut(rows: EncodedRows, codec: KVCodec) -> Iterator[tuple[EncodedRows, torch.Tensor | None]]:
+def cut(rows: EncodedRows, codec: BlockFormat) -> Iterator[tuple[EncodedRows, torch.Tensor | None]]:
     """Parts of ``rows`` to be read one after the other, and by request the span to merge behind each.
 
     Yields:
@@ -48,7 +48,7 @@ def cut(rows: EncodedRows, codec: KVCodec) -> Iterator[tuple[EncodedRows, torch.
         )
 
 
-def _cut_request(num: int, settled: int, context: int, codec: KVCodec) -> list[tuple[int, int, int]]:
+def _cut_request(num: int, settled: int, context: int, codec: BlockFormat) -> list[tuple[int, int, int]]:
     """By part, its first row and the one behind its last, and the span to merge then, or -1."""
     if settled < num:  # all of one block, whose last token is not among them
         return [(0, num, -1)]
@@ -64,7 +64,7 @@ def _cut_request(num: int, settled: int, context: int, codec: KVCodec) -> list[t
     return parts
 
 
-def _span_that_ends(block: int, codec: KVCodec) -> int:
+def _span_that_ends(block: int, codec: BlockFormat) -> int:
     """The span that a row of ``block`` reads as one and a row before does not; -1: there is none."""
     before, after = (codec.num_spans(each) for each in (block - 1, block))
     return before if after > before else -1

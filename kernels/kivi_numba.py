@@ -2,7 +2,7 @@
 """Blocks of codec kivi, for kernels of numba; `vllm_ext.codecs.kivi`, the readable form, says what is where.
 
 All three take ``pages`` as bytes and as float16, where the block begins in bytes, ``side``, float32 room for
-``head_size * block_size`` numbers, and `KVCodec.numbers`.
+``head_size * block_size`` numbers, and `BlockFormat.numbers`.
 """
 
 from typing import Any

@@ -10,13 +10,13 @@ import numpy as np
 import torch
 from numba import types
 
-from vllm_ext.codecs.base import KVCodec
 from vllm_ext.kernels import backends, chelsea_numba
 from vllm_ext.kernels.attention_parts_numba import run_in_threads
+from vllm_ext.kernels.block_format import BlockFormat
 from vllm_ext.kernels.encoded_attention import EncodedRows
 from vllm_ext.kernels.numba_vectors import fetch_add_one, pointer_to
 
-NUMBERS = tuple(f"number_{i}" for i in range(4))  # those of `KVCodec.numbers`
+NUMBERS = tuple(f"number_{i}" for i in range(4))  # those of `BlockFormat.numbers`
 
 
 class _Arguments(ctypes.Structure):
@@ -31,7 +31,7 @@ class _Arguments(ctypes.Structure):
     ]
 
 
-def merge_spans_numba(pages: torch.Tensor, rows: EncodedRows, due: torch.Tensor, codec: KVCodec) -> None:
+def merge_spans_numba(pages: torch.Tensor, rows: EncodedRows, due: torch.Tensor, codec: BlockFormat) -> None:
     """See `vllm_ext.kernels.encoded_attention_ref.merge_spans_ref`.
 
     Raises:

@@ -121,14 +121,14 @@ class Held:
         keys, values = (each[:, : num * size].view(len(each), num, size, -1) for each in whole)
         encoded = codec.encode(keys, values)
         was = encoded.clone()  # rows before a span is merged read its first block as it was
-        spans = codec.num_spans(num - 1)
+        spans = codec.format.num_spans(num - 1)
         for span in range(spans):
-            of_span = codec.blocks_of(span)
+            of_span = codec.format.blocks_of(span)
             encoded[:, of_span[0]] = codec.merge(encoded[:, of_span[0] : of_span[-1] + 1])
         parts, self.held = [], []
         for block in range(self.begin // size, num):
-            read = codec.blocks_read(block)
-            merged = {codec.blocks_of(span)[0] for span in range(codec.num_spans(block))}
+            read = codec.format.blocks_read(block)
+            merged = {codec.format.blocks_of(span)[0] for span in range(codec.format.num_spans(block))}
             blocks = torch.stack([(encoded if each in merged else was)[:, each] for each in read], 1)
             bias = codec.log_counts(blocks)
             own = slice(block * size, (block + 1) * size)

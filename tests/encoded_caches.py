@@ -49,7 +49,7 @@ class Cache:
 
     def __init__(self, codec: KVCodec, dtype: torch.dtype, lengths: Sequence[int], backend: Backend) -> None:
         self.codec, self.dtype, self.backend = codec, dtype, backend
-        tail = codec.tail_blocks(dtype.itemsize, codec.block_size + 32)
+        tail = codec.format.tail_blocks(dtype.itemsize, codec.block_size + 32)
         width = max(lengths) // codec.block_size + 1 + tail
         order = torch.randperm(len(lengths) * width, generator=torch.Generator().manual_seed(5))
         self.table = order.view(len(lengths), width).to(torch.int32)
@@ -80,7 +80,7 @@ class Cache:
             reading,
         )
         output = torch.full_like(query, torch.nan)
-        encoded_attention(query, key, value, self.pages, output, rows, self.codec, SCALE, self.backend)
+        encoded_attention(query, key, value, self.pages, output, rows, self.codec.format, SCALE, self.backend)
         return list(torch.split(output, num))
 
 

@@ -114,7 +114,7 @@ def _attention() -> Iterator[Work]:
 def _encoded() -> Iterator[Work]:
     heads, kv_heads, head_size, context = 9, 3, 64, 1900
     codec = Kivi(KiviOptions(), 64, head_size)
-    blocks = context // codec.block_size + 2 + codec.tail_blocks(4, codec.block_size + 32)
+    blocks = context // codec.block_size + 2 + codec.format.tail_blocks(4, codec.block_size + 32)
     pages = torch.zeros((blocks, kv_heads, codec.block_size, codec.bytes_per_token), dtype=torch.uint8)
     table, scale = torch.arange(blocks, dtype=torch.int32)[None], head_size**-0.5
     query, key, value = (torch.randn(context + 1, n, head_size) for n in (heads, kv_heads, kv_heads))
@@ -126,7 +126,7 @@ def _encoded() -> Iterator[Work]:
 
         rows = EncodedRows(table, ints(0), ints(num), ints(num), ints(first), ints(*range(-1, num - 1)))
         q, k, v, out = (each[first : first + num] for each in (query, key, value, output))
-        return lambda: encoded_attention(q, k, v, pages, out, rows, codec, scale, "numba")
+        return lambda: encoded_attention(q, k, v, pages, out, rows, codec.format, scale, "numba")
 
     def error() -> float:
         """The last row beside float64, over what the blocks decode to and what is not encoded yet."""

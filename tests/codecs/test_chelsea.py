@@ -102,12 +102,12 @@ def test_what_is_like_nothing_else_remains() -> None:
 
 def test_which_blocks_are_read() -> None:
     which = codec(window=2 * BLOCK, ratio=4)
-    assert which.blocks_read(6) == [0, 1, 2, 3, 4, 5]  # three before the window: not a span yet
-    assert which.blocks_read(7) == [0, 1, 5, 6]
-    assert which.blocks_read(8) == [0, 1, 5, 6, 7]
-    assert which.blocks_read(11) == [0, 1, 5, 9, 10]
-    assert [which.num_spans(block) for block in (0, 6, 7, 10, 11)] == [0, 0, 1, 1, 2]
-    assert list(which.blocks_of(1)) == [5, 6, 7, 8]
+    assert which.format.blocks_read(6) == [0, 1, 2, 3, 4, 5]  # three before the window: not a span yet
+    assert which.format.blocks_read(7) == [0, 1, 5, 6]
+    assert which.format.blocks_read(8) == [0, 1, 5, 6, 7]
+    assert which.format.blocks_read(11) == [0, 1, 5, 9, 10]
+    assert [which.format.num_spans(block) for block in (0, 6, 7, 10, 11)] == [0, 0, 1, 1, 2]
+    assert list(which.format.blocks_of(1)) == [5, 6, 7, 8]
 
 
 @pytest.mark.parametrize(

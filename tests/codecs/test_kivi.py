@@ -79,9 +79,9 @@ def test_bytes_of_a_token() -> None:
     assert codec_of().bytes_per_token == 72
     assert codec_of(group_size=32).bytes_per_token == 80
     assert codec_of(bits=2).bytes_per_token == 40
-    assert codec_of().raw_tokens_per_block(2) == 18
-    assert codec_of().tail_blocks(2, 64) == 4
-    assert codec_of().tail_blocks(4, 64) == 8  # nine tokens a block, none in two
+    assert codec_of().format.raw_tokens_per_block(2) == 18
+    assert codec_of().format.tail_blocks(2, 64) == 4
+    assert codec_of().format.tail_blocks(4, 64) == 8  # nine tokens a block, none in two
 
 
 @pytest.mark.parametrize(

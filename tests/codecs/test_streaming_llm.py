@@ -27,7 +27,7 @@ def test_what_comes_out_is_what_went_in() -> None:
 
 def test_which_blocks_are_read() -> None:
     def reads(block: int, **options: int) -> list[int]:
-        return StreamingLLM(StreamingLLMOptions(**options), 64, 32).blocks_read(block)
+        return StreamingLLM(StreamingLLMOptions(**options), 64, 32).format.blocks_read(block)
 
     assert reads(9, window=128) == [0, 7, 8]
     assert reads(9, window=129) == [0, 6, 7, 8]  # whole blocks
@@ -36,8 +36,8 @@ def test_which_blocks_are_read() -> None:
     assert reads(2, window=128, sinks=128) == [0, 1]
     assert reads(0, window=128) == []
     assert reads(3, window=128) == [0, 1, 2]
-    assert Kivi(KiviOptions(), 64, 64).blocks_read(4) == [0, 1, 2, 3]
-    assert Kivi(KiviOptions(window=64), 64, 64).blocks_read(4) == [0, 3]
+    assert Kivi(KiviOptions(), 64, 64).format.blocks_read(4) == [0, 1, 2, 3]
+    assert Kivi(KiviOptions(window=64), 64, 64).format.blocks_read(4) == [0, 3]
 
 
 @pytest.mark.parametrize("options", [{"window": 0}, {"window": None}, {"sinks": -1}, {"bits": 4}])

@@ -310,7 +310,7 @@ class Requests:
         for position in range(request.num_computed_tokens, request.num_computed_tokens + num):
             read: Any = -1 if choice is None else choice.read_at(position)
             # Of those that come behind its own some are read that are written in this step.
-            found |= set(self.codec.blocks_read(position // BLOCK) if isinstance(read, int) else read)
+            found |= set(self.codec.format.blocks_read(position // BLOCK) if isinstance(read, int) else read)
         blocks = self._manager.req_to_blocks[request.request_id]
         return {*found, *range(own, len(blocks))}
 

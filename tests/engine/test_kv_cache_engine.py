@@ -35,7 +35,7 @@ def encoded(slice_dir: str, kv: dict[str, Any], method: Any = None, **options: A
 
 def blocks(kv: dict[str, Any], num: int, num_drafts: int = 0) -> int:
     """So many, and those that a request has behind its own."""
-    return num + kv_cache.parse(kv).codec(BLOCK_SIZE, 64).tail_blocks(4, BLOCK_SIZE + num_drafts)
+    return num + kv_cache.parse(kv).codec(BLOCK_SIZE, 64).format.tail_blocks(4, BLOCK_SIZE + num_drafts)
 
 
 @pytest.fixture(scope="module")

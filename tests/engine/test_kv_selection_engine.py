@@ -38,7 +38,7 @@ def plenty(slice_dir: str) -> Iterator[Any]:
 def scarce(slice_dir: str, tested_method: dict[str, Any], plenty: Any) -> Iterator[Any]:
     """With trees, prompts in small parts, cached prefixes, and room for the longest request and little more."""
     codec = kv_cache.parse(CRITIC).codec(BLOCK_SIZE, 64)
-    tail = codec.tail_blocks(4, BLOCK_SIZE + tested_method["num_speculative_tokens"])
+    tail = codec.format.tail_blocks(4, BLOCK_SIZE + tested_method["num_speculative_tokens"])
     yield from selecting(
         slice_dir, tested_method, max_num_batched_tokens=64, num_gpu_blocks_override=19 + tail
     )
@@ -77,5 +77,5 @@ def test_an_answer_takes_no_more_than_the_budget(scarce: Any) -> None:
             last = in_use(scarce)
             most = max(most, last)
     codec = kv_cache.parse(CRITIC).codec(BLOCK_SIZE, 64)
-    tail = codec.tail_blocks(4, BLOCK_SIZE + 12)
+    tail = codec.format.tail_blocks(4, BLOCK_SIZE + 12)
     assert 0 < most <= (4 + 2 + tail) / (19 + tail - 1) + 1e-6

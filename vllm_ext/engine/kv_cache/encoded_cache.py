@@ -21,9 +21,9 @@ from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry, register_kv_cache_spec
 
-from vllm_ext.codecs.base import num_spans
 from vllm_ext.config import kv_cache
 from vllm_ext.engine.kv_cache.encoded_rows import EncodedMetadata, raw_mover
+from vllm_ext.kernels.block_format import num_spans
 from vllm_ext.kernels.encoded_attention import encoded_attention
 
 
@@ -172,7 +172,7 @@ def encoded_specs(vllm_config: Any, specs: dict[str, Any]) -> dict[str, Any]:
         codec = settings.codec(spec.block_size, spec.head_size)
         element_size = vllm_config.model_config.dtype.itemsize
         values = {field.name: getattr(spec, field.name) for field in fields(spec)}
-        tail = codec.tail_blocks(element_size, spec.block_size + num_drafts)
+        tail = codec.format.tail_blocks(element_size, spec.block_size + num_drafts)
         values |= {
             "dtype": torch.uint8,
             "state_content_bytes": codec.bytes_per_token,
@@ -186,7 +186,9 @@ def encoded_specs(vllm_config: Any, specs: dict[str, Any]) -> dict[str, Any]:
         if codec.window_blocks is not None:
             # A step's tokens come on top, and neither they nor the window need begin with a block.
             in_step = -(-vllm_config.max_in_flight_tokens // spec.block_size) + 1
-            of_window = len(codec.blocks_read(vllm_config.model_config.max_model_len // spec.block_size))
+            of_window = len(
+                codec.format.blocks_read(vllm_config.model_config.max_model_len // spec.block_size)
+            )
             of_window = max(of_window + codec.span_blocks - 1, codec.sink_blocks + codec.window_blocks)
             values["most_blocks"] = of_window + in_step + tail
         found[name] = EncodedSpec(**values)
@@ -261,7 +263,7 @@ class EncodedCPUAttentionImpl(CPUAttentionBackendImpl):  # type: ignore[misc]
             kv_cache,
             output[:num],
             attn_metadata.rows,
-            self.codec,
+            self.codec.format,
             self.scale,
         )
         return output

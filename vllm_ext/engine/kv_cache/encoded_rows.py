@@ -63,10 +63,10 @@ class EncodedMetadata:
     def raw_slots(self, query_rows: Int32) -> torch.Tensor:
         """Where rows' keys and values are as they are, int64 ``[num]``.
 
-        A block times `KVCodec.raw_tokens_per_block`, plus the token's place among these.
+        A block times `BlockFormat.raw_tokens_per_block`, plus the token's place among these.
         """
         rows, codec = self.rows, self.codec
-        per_block = codec.raw_tokens_per_block(self.dtype.itemsize)
+        per_block = codec.format.raw_tokens_per_block(self.dtype.itemsize)
         request = np.searchsorted(rows.first_row.numpy(), query_rows, "right") - 1
         context = rows.context_len.numpy()[request]
         place = context % codec.block_size + query_rows - rows.first_row.numpy()[request]
@@ -84,7 +84,7 @@ def raw_mover(
         codec: of the caches.
         dtype: of keys and values as they are.
     """
-    per_block = codec.raw_tokens_per_block(dtype.itemsize)
+    per_block = codec.format.raw_tokens_per_block(dtype.itemsize)
     width = codec.RAW_VECTORS * codec.head_size * dtype.itemsize
     views: list[Any] = []
     for cache in caches:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which models verify trees: those of whose layers all is known that our kernels and movers rely on.
+"""Which models verify trees: those of whose layers all is known that our kernels and movers rely on. For both runners.
 
 By an allow-list. vLLM derives backends, metadata builders and cache specs from those that we extend, and changes what
 lies behind the same names: a row of the block table for each chunk of a context, tokens before a request's own, blocks
@@ -8,13 +8,16 @@ that are gone. So each part has to be exactly one that was read and tested; what
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass, fields
 from typing import Any, TypeVar
 
 import vllm.envs as envs
+from vllm.logger import init_logger
 from vllm.v1.attention.backend import AttentionType
 from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+logger = init_logger("vllm.vllm_ext")
 
 WAY_OUT = "pass --attention-backend FLASH_ATTN or TRITON_ATTN for trees"
 # Fields of vLLM's spec that may have any value; the others have their defaults, or nobody has looked at them.
@@ -41,6 +44,58 @@ def takes_trees(backend: _Backend) -> _Backend:
     """Decorator of a backend of ours: its layers take trees. Not those of what vLLM derives from it."""
     _KNOWN[backend] = Parts(backend.get_impl_cls(), backend.get_builder_cls())
     return backend
+
+
+def chain_reason(runner: Any, uses_mrope: bool, dcp_size: int, uses_pcp: bool = False) -> str | None:
+    """Why a runner's drafts are chains, or None where its model can verify trees.
+
+    Args:
+        runner: vLLM's, once the caches are bound.
+        uses_mrope: rotary positions of several dimensions.
+        dcp_size: ranks that share a context while decoding.
+        uses_pcp: ranks share a context while prompts are computed.
+
+    Raises:
+        ValueError: chains would be wrong too.
+    """
+    if uses_mrope:
+        return "multimodal rotary positions (M-RoPE) are not supported"
+    if dcp_size > 1:
+        return f"decode_context_parallel_size={dcp_size} is not supported"
+    if uses_pcp:
+        return "prefill context parallelism is not supported"
+    return model_problem(runner.vllm_config, runner.attn_groups)
+
+
+def warn_of_chains(reason: str) -> None:
+    """Say at start-up why there are no trees."""
+    logger.warning(
+        "vllm-ext: drafting chains instead of trees: %s. Output is the same; `vllm-ext doctor` lists what trees need.",
+        reason,
+    )
+
+
+def layers_of(runner: Any) -> list[Any]:
+    """The attention layers of a runner, group after group."""
+    context = runner.compilation_config.static_forward_context
+    return [context[name] for groups in runner.attn_groups for group in groups for name in group.layer_names]
+
+
+def cache_owners(runner: Any, skipped: Container[str] = ()) -> Iterator[tuple[int, list[Any]]]:
+    """For each group of layers with caches of their own its KV group and these layers: what KV is moved in.
+
+    Args:
+        runner: vLLM's.
+        skipped: names of layers whose KV stays where it is.
+    """
+    context = runner.compilation_config.static_forward_context
+    for group_id, groups in enumerate(runner.attn_groups):
+        for group in groups:
+            layers = [context[name] for name in group.layer_names if name not in skipped]
+            # Another layer's cache is moved with that layer.
+            layers = [layer for layer in layers if layer.impl.kv_sharing_target_layer_name is None]
+            if layers:
+                yield group_id, layers
 
 
 def model_problem(vllm_config: Any, attn_groups: Iterable[Iterable[Any]]) -> str | None:

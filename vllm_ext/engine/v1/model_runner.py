@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -74,35 +74,26 @@ class SpeculativeRunner(UndrawnNoise):
         sample_rows_alone(self)
         if self.drafter.model_drafts is not None:
             self.drafter.model_drafts.passes.bind(self)
-        self.drafter.chain_reason = self._chain_reason()
-        if self.drafter.chain_reason is not None:
-            logger.warning(
-                "vllm-ext: drafting chains instead of trees: %s. Output is the same; `vllm-ext doctor` lists "
-                "what trees need.",
-                self.drafter.chain_reason,
-            )
-        else:
-            layers = self._attention_layers()
-            if layers and isinstance(layers[0].impl, tree_backend.TreeAttention):
-                tree_backend.warm_up(layers[0])
-                type(layers[0].impl).choose(layers)
-            self.kv_movers = list(self._make_kv_movers())
+        reason = self.drafter.chain_reason = self._chain_reason()
+        if reason is not None:
+            tree_layers.warn_of_chains(reason)
+            return result
+        layers = tree_layers.layers_of(self)
+        if layers and isinstance(layers[0].impl, tree_backend.TreeAttention):
+            tree_backend.warm_up(layers[0])
+            type(layers[0].impl).choose(layers)
+        # A draft model reads committed tokens again.
+        drafts = self.drafter.model_drafts
+        skipped = drafts.passes.own_layers if drafts is not None else ()
+        self.kv_movers = [
+            (group_id, owners[0].impl.kv_mover(owners))
+            for group_id, owners in tree_layers.cache_owners(self, skipped)
+        ]
         return result
 
     def _chain_reason(self) -> str | None:
         runner: Any = self
-        if runner.uses_mrope:
-            return "multimodal rotary positions (M-RoPE) are not supported"
-        if runner.dcp_world_size > 1:
-            return f"decode_context_parallel_size={runner.dcp_world_size} is not supported"
-        return tree_layers.model_problem(runner.vllm_config, runner.attn_groups)
-
-    def _attention_layers(self) -> list[Any]:
-        runner: Any = self
-        context = runner.compilation_config.static_forward_context
-        return [
-            context[name] for groups in runner.attn_groups for group in groups for name in group.layer_names
-        ]
+        return tree_layers.chain_reason(self, runner.uses_mrope, runner.dcp_world_size)
 
     def calibrate(self) -> None:
         """Time forward passes of several sizes, so that the budget need not find out at users' expense.
@@ -325,21 +316,6 @@ class SpeculativeRunner(UndrawnNoise):
             else:
                 slots = self.input_batch.block_table[group_id].slot_mapping.gpu
                 move(slots[_to(source, self.device)], slots[_to(target, self.device)])
-
-    def _make_kv_movers(self) -> Iterator[tuple[int, Callable[[torch.Tensor, torch.Tensor], None]]]:
-        """For each group of layers with caches of their own its KV group and what copies in it."""
-        runner: Any = self
-        context = runner.compilation_config.static_forward_context
-        # A draft model reads committed tokens again.
-        drafts = self.drafter.model_drafts
-        skipped = drafts.passes.own_layers if drafts is not None else ()
-        for group_id, groups in enumerate(runner.attn_groups):
-            for group in groups:
-                layers = [context[name] for name in group.layer_names if name not in skipped]
-                # Another layer's cache is moved with that layer.
-                layers = [layer for layer in layers if layer.impl.kv_sharing_target_layer_name is None]
-                if layers:
-                    yield group_id, layers[0].impl.kv_mover(layers)
 
     def propose_draft_token_ids(
         self, scheduler_output: Any, sampled_token_ids: list[list[int]], *args: Any, **kwargs: Any

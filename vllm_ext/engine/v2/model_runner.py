@@ -82,20 +82,15 @@ class SpeculativeRunner:
         self.speculator.varlen, self.adaptive_verification = self.adaptive_verification is not None, None
         reason = self.speculator.chain_reason = self._chain_reason()
         if reason is not None:
-            logger.warning(
-                "vllm-ext: drafting chains instead of trees: %s. Output is the same; `vllm-ext doctor` lists what "
-                "trees need.",
-                reason,
-            )
+            tree_layers.warn_of_chains(reason)
             return
-        runner: Any = self
-        context = runner.compilation_config.static_forward_context
-        names = [name for groups in runner.attn_groups for group in groups for name in group.layer_names]
-        layers = [context[name] for name in names]
+        layers = tree_layers.layers_of(self)
         if layers and self.device.type == "cuda":  # the interpreter compiles nothing
             tree_backend.warm_up(layers[0])
             type(layers[0].impl).choose(layers, [1 + level for level in self._levels if level])
-        self.kv_movers = tuple(self._make_kv_movers())
+        self.kv_movers = tuple(
+            (group_id, _path_mover(owners)) for group_id, owners in tree_layers.cache_owners(self)
+        )
 
     @property
     def _levels(self) -> list[int]:
@@ -118,25 +113,12 @@ class SpeculativeRunner:
 
     def _chain_reason(self) -> str | None:
         runner: Any = self
-        if runner.model_config.uses_mrope or getattr(self.model_state, "rope_state", None) is not None:
-            return "multimodal rotary positions (M-RoPE) are not supported"
-        if runner.dcp_size > 1:
-            return f"decode_context_parallel_size={runner.dcp_size} is not supported"
-        if runner.pcp_manager is not None:
-            return "prefill context parallelism is not supported"
-        return tree_layers.model_problem(runner.vllm_config, runner.attn_groups)
-
-    def _make_kv_movers(self) -> Any:
-        """For each group of layers with caches of their own its KV group and what copies in it."""
-        runner: Any = self
-        context = runner.compilation_config.static_forward_context
-        for group_id, groups in enumerate(runner.attn_groups):
-            for group in groups:
-                layers = [context[name] for name in group.layer_names]
-                # Another layer's cache is moved with that layer.
-                layers = [layer for layer in layers if layer.impl.kv_sharing_target_layer_name is None]
-                if layers:
-                    yield group_id, _path_mover(layers)
+        return tree_layers.chain_reason(
+            self,
+            runner.model_config.uses_mrope or getattr(self.model_state, "rope_state", None) is not None,
+            runner.dcp_size,
+            runner.pcp_manager is not None,
+        )
 
     def add_requests(self, scheduler_output: Any) -> None:
         """vLLM's; then the drafter takes them in. vLLM calls it in each step, behind letting go of others."""

@@ -144,6 +144,8 @@ class Proposer(ABC):
     summary: ClassVar[str]
     paper: ClassVar[str]
     Options: ClassVar[type[MethodOptions]] = MethodOptions
+    # Options that the engine tests of exactness give it (scripts/matrix.sh); all that it requires are among them.
+    tested_with: ClassVar[Mapping[str, Any]] = {}
 
     # Where it drafts with vLLM's V2 model runner: on the device or on the host. None: it runs on V1 alone.
     on_v2: ClassVar[Literal["device", "host"] | None] = "host"

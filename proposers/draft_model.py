@@ -10,7 +10,7 @@ so that greedy and seeded output is what it is without drafts, token for token.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 import numpy as np
@@ -96,6 +96,7 @@ class DraftModelProposer(Proposer):
     """
 
     Options: ClassVar[type[MethodOptions]] = DraftModelOptions
+    tested_with: ClassVar[Mapping[str, Any]] = {"model": "self"}
     on_v2 = None
     # Whether a drawn tree must be verified whole or not at all. Of others a scheduler may leave out the last nodes.
     whole: ClassVar[bool] = False

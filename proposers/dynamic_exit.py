@@ -10,8 +10,8 @@ that of the path so far, by what the exit's probabilities have been worth, times
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
-from typing import ClassVar
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
 
 import numpy as np
 from pydantic import Field, field_validator
@@ -61,6 +61,7 @@ class DynamicExit(SelfDraftProposer):
     summary: ClassVar[str] = "layerskip with exit layer and length chosen each step"
     paper: ClassVar[str] = "arXiv 2504.05598"
     Options: ClassVar[type[MethodOptions]] = DynamicExitOptions
+    tested_with: ClassVar[Mapping[str, Any]] = {"num_speculative_tokens": 3}
 
     def __init__(self, options: DynamicExitOptions) -> None:
         super().__init__(options)

@@ -49,7 +49,7 @@ def unknown_method(name: object, allowed: Iterable[str] = METHODS, others: Itera
     """The text of the error for a method nobody knows: the nearest name first, then ours.
 
     Args:
-        name: what was asked for.
+        name: the user's value of ``method``.
         allowed: methods of ours that may stand there.
         others: vLLM's own names, if they may stand there too; only the nearest is named.
     """

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -80,6 +81,7 @@ class AsapRule(LearningRule):
     paper = "arXiv 2405.21047"
     Options = AsapOptions
     Params = AsapParams
+    example: ClassVar[Mapping[str, Any]] = {"asap_json": '{"type": "integer"}'}
 
     def __init__(self, options: AsapOptions, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary

@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -70,6 +71,7 @@ class AwrsRule(Rule):
     paper = "arXiv 2504.05410"
     Options = AwrsOptions
     Params = AwrsParams
+    example: ClassVar[Mapping[str, Any]] = {"awrs_json": '{"type": "integer"}'}
     reports = "awrs_log_weight"
 
     def __init__(

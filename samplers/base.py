@@ -163,6 +163,8 @@ class Rule(ABC):
     closed: ClassVar[bool] = False
     Options: ClassVar[type[RuleOptions]] = RuleOptions
     Params: ClassVar[type[RuleParams]]
+    # Parameters of a request under the rule, for the tests that take every rule of the registry.
+    example: ClassVar[Mapping[str, Any]]
     # Whether a request can be under no other rule besides.
     alone: ClassVar[bool] = False
     # Whether a row may have to wait for what is made beside the engine; see `waiting`.

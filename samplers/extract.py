@@ -10,8 +10,8 @@ Source: Exact-extract, arXiv 2108.05857, whose spans these are.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -51,6 +51,7 @@ class ExtractRule(Rule):
     closed = True
     Options = ExtractOptions
     Params = ExtractParams
+    example: ClassVar[Mapping[str, Any]] = {"extract": "The harbour was closed for the winter."}
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._passages = Passages(vocabulary)

@@ -18,6 +18,7 @@ import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path, PurePosixPath
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -97,6 +98,7 @@ class MonitorRule(Rule):
     paper = "arXiv 2306.10763"
     Options = MonitorOptions
     Params = MonitorParams
+    example: ClassVar[Mapping[str, Any]] = {"monitor": "python"}
 
     def __init__(
         self,

@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -60,6 +61,7 @@ class RpgRule(Rule):
     paper = "arXiv 2505.10402"
     Options = RpgOptions
     Params = RpgParams
+    example: ClassVar[Mapping[str, Any]] = {"rpg": 2.0}
 
     def __init__(
         self, vocabulary: Vocabulary, window: int, read: Callable[[bytes], Code] = lexer.lex

@@ -82,6 +82,7 @@ class SteeringRule(Rule):
 
     name: ClassVar[str]  # in the registry; also of the parameter, a bool, that turns it on and off
     Options: ClassVar[type[RuleOptions]] = SteeringOptions
+    example: ClassVar[Mapping[str, Any]] = {}  # beside its switch
     # Set by the engine adapter, before any row.
     aux_logits: AuxLogits
     layer_numbers: Sequence[int] = ()  # what `layers` says of the target

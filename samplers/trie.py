@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -73,6 +74,7 @@ class TrieRule(Rule):
     closed = True
     Options = TrieOptions
     Params = TrieParams
+    example: ClassVar[Mapping[str, Any]] = {"trie": "answers"}
 
     def __init__(self, tries: Mapping[str, Trie], vocab_size: int) -> None:
         self._tries = tries

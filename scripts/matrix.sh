@@ -8,22 +8,19 @@ tests=$(printf 'tests/engine/test_%s.py ' lossless sampling_matrix invariants st
 store=$(mktemp -d)/store
 trap 'rm -rf "$(dirname "$store")"' EXIT
 methods=${*:-$(.venv/bin/python -c 'from vllm_ext.proposers.registry import METHODS; print(*METHODS)')}
+with_options='import json, sys
+from vllm_ext.proposers.registry import load_method
+print(json.dumps({"method": sys.argv[1], **load_method(sys.argv[1]).tested_with}))'
 for method in $methods; do
-    given=$method
-    if [ "$method" = rest ]; then
-        # English, and code: the tests' prompts ask for both.
-        model=$(.venv/bin/python -c 'from vllm_ext.demo.embedded_model import ensure_model; print(ensure_model())' | tail -1)
-        .venv/bin/vllm-ext datastore build --model "$model" --output "$store" docs README.md vllm_ext tests
-        given="{\"method\": \"rest\", \"datastore\": \"$store\"}"
-    fi
     case $method in
-        dyspec | rsd_c | rsd_s | spectr | static_tree) given="{\"method\": \"$method\", \"model\": \"self\"}" ;;
-        # Few of them, and from most of the layers: what a model that is not trained for it drafts is slow and wrong.
-        layerskip) given='{"method": "layerskip", "num_speculative_tokens": 3, "width": 2}' ;;
-        del) given='{"method": "del", "num_speculative_tokens": 3}' ;;
-        unified_skip)
-            given='{"method": "unified_skip", "speedup": 1.15, "num_speculative_tokens": 3, "width": 2}'
+        {*) given=$method ;;
+        rest)
+            # English, and code: the tests' prompts ask for both.
+            model=$(.venv/bin/python -c 'from vllm_ext.demo.embedded_model import ensure_model; print(ensure_model())' | tail -1)
+            .venv/bin/vllm-ext datastore build --model "$model" --output "$store" docs README.md vllm_ext tests
+            given="{\"method\": \"rest\", \"datastore\": \"$store\"}"
             ;;
+        *) given=$(.venv/bin/python -c "$with_options" "$method") ;;
     esac
     # shellcheck disable=SC2086
     .venv/bin/python -m pytest -q -m engine $tests tests/engine/test_state_engine.py::test_a_second_start_is_warm_and_lossless \

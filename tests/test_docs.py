@@ -12,6 +12,9 @@ from pathlib import Path
 import pytest
 
 from vllm_ext.engine import counter_file
+from vllm_ext.proposers.registry import METHODS
+from vllm_ext.samplers.registry import RULES, load_rule
+from vllm_ext.samplers.steering import SteeringRule
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted(
@@ -65,6 +68,23 @@ def test_options_are_the_registries() -> None:
     assert made == (ROOT / "docs" / "options.md").read_text(), (
         f"python {script.relative_to(ROOT)} > docs/options.md"
     )
+
+
+def test_every_method_has_a_row() -> None:
+    text = (ROOT / "docs" / "methods.md").read_text()
+    cells = " ".join(re.findall(r"(?m)^\| ([^|]*)", text.partition("## What each one does")[2]))
+    assert [name for name in METHODS if f"`{name}`" not in cells] == []
+
+
+def test_every_rule_has_a_section_or_a_row() -> None:
+    headings = " ".join(re.findall(r"(?m)^## (.*)$", (ROOT / "docs" / "rules.md").read_text()))
+    cells = " ".join(re.findall(r"(?m)^\| ([^|]*)", (ROOT / "docs" / "steering.md").read_text()))
+    missing = [
+        name
+        for name in RULES
+        if f"`{name}`" not in (cells if issubclass(load_rule(name), SteeringRule) else headings)
+    ]
+    assert missing == []
 
 
 def test_the_first_screen() -> None:

@@ -25,8 +25,14 @@ from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.sample.logits_processor import AdapterLogitsProcessor, LogitsProcessor, process_dict_updates
 
+from vllm_ext.samplers.base import LearningRule
+from vllm_ext.samplers.registry import RULES, load_rule
+from vllm_ext.samplers.steering import SteeringRule
+
 pytestmark = pytest.mark.engine
 
+# Rules that steer have test_steering.py.
+NAMES = [name for name in RULES if not issubclass(load_rule(name), SteeringRule)]
 TITLES = [
     f"The {how} {who} {where}"
     for how, who, where in itertools.product(
@@ -120,12 +126,10 @@ def options(slice_dir: str, tmp_path_factory: pytest.TempPathFactory) -> dict[st
         ]
         assert CliRunner().invoke(app, arguments).exit_code == 0
     rules = {
+        **{name: {} for name in NAMES},
         "trie": {"files": files},
         "asap": {"state_dir": str(folder)},
         "awrs": {"checks": {"short_words": f"{__name__}:short_words"}},
-        "extract": {},
-        "monitor": {},
-        "rpg": {},
     }
     return {
         "additional_config": {"vllm_ext": {"rules": rules}},
@@ -436,26 +440,38 @@ def test_the_best_span_of_all(plain: Any, trees: Any) -> None:
     assert sum(row[token].logprob for row, token in rows) == pytest.approx(found.logprob, abs=1e-3)
 
 
-FAULTY: dict[str, SamplingParams] = {
-    "trie": params(GREEDY, trie="titles"),
-    "extract": params(GREEDY, extract=PASSAGE),
-    "monitor": params(GREEDY, monitor="python", monitor_context=CODE),
-    "rpg": params(GREEDY, rpg=2.0),
-    "asap": params(SEEDED, asap_json=SCHEMA),
-    "awrs": params(SEEDED, awrs_json=SCHEMA),
+# Of a request under each rule, what is more to the point here than the rule's own example.
+ASKED: dict[str, dict[str, Any]] = {
+    "trie": {"trie": "titles"},
+    "extract": {"extract": PASSAGE},
+    "monitor": {"monitor_context": CODE},
+    "asap": {"asap_json": SCHEMA},
+    "awrs": {"awrs_json": SCHEMA},
+}
+UNDER: dict[str, SamplingParams] = {
+    name: params(
+        SEEDED if name in ("asap", "awrs") else GREEDY, **{**load_rule(name).example, **ASKED.get(name, {})}
+    )
+    for name in NAMES
 }
 
 
+def test_every_rule_in_one_batch(plain: Any, trees: Any) -> None:
+    """But for one that learns: its law depends on which answer came first."""
+    given = [asked for name, asked in UNDER.items() if not issubclass(load_rule(name), LearningRule)]
+    check_same(plain, trees, [*given, params(GREEDY), params(SEEDED)])
+
+
 @rule_faults.WHERE
-@pytest.mark.parametrize("name", FAULTY)
+@pytest.mark.parametrize("name", UNDER)
 def test_a_rule_that_raises_ends_its_request_alone(plain: Any, trees: Any, name: str, where: str) -> None:
     for llm in (trees,) if where == rule_faults.TREE else (plain, trees):
         prompts = rule_faults.tokens_of(llm, 3)
         rule_faults.check_that_one_request_ends(
-            llm, name, lambda _: FAULTY[name], params(GREEDY), where, prompts
+            llm, name, lambda _: UNDER[name], params(GREEDY), where, prompts
         )
     if where == rule_faults.START and name != "extract":  # whose rows ask for the same
-        rule_faults.check_that_drafts_are_lost(trees, name, lambda _: FAULTY[name], params(GREEDY), prompts)
+        rule_faults.check_that_drafts_are_lost(trees, name, lambda _: UNDER[name], params(GREEDY), prompts)
     assert counters(trees)["fallbacks:proposer_error"] == 0
 
 

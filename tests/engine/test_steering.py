@@ -21,22 +21,27 @@ from typer.testing import CliRunner
 from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError
 
+from vllm_ext.samplers.registry import RULES as REGISTERED
+from vllm_ext.samplers.registry import load_rule
+from vllm_ext.samplers.steering import CompanionOptions, SteeringRule
+
 pytestmark = pytest.mark.engine
 
 GREEDY: dict[str, Any] = {"temperature": 0}
 SEEDED: dict[str, Any] = {"temperature": 0.9, "seed": 3}
-RULES: dict[str, dict[str, Any]] = {
+# Options that show more than a rule's defaults do.
+SHARP: dict[str, dict[str, Any]] = {
     "contrastive": {"alpha": 0.05},
     "anchored": {"k": 0.4},
     "entropy_adaptive": {"threshold": 4.0, "dwell": 2},
     "lol": {"omega": 0.5, "alpha": 0.05},
     "dola": {"candidates": [0, 1], "norm": True},
-    "momentum": {},
     "cad": {"alpha": 1.0},
     "adadec": {"threshold": 1.0},
     "svdecode": {"strength": 8.0, "alpha": 0.01},
     "caad": {"strength": 4.0, "threshold": 0.1},
 }
+RULES = [name for name in REGISTERED if issubclass(load_rule(name), SteeringRule)]
 
 
 @pytest.fixture(scope="module")
@@ -52,9 +57,10 @@ def options(slice_dir: str, model_dir: str, tmp_path_factory: pytest.TempPathFac
     ]
     (folder / "examples.jsonl").write_text("\n".join(examples))
     first_layer = slices.write(Path(model_dir), tmp_path_factory.mktemp("one"), layers=1, heads=8, kv_heads=2)
-    rules = {name: dict(each) for name, each in RULES.items()}
-    for name in ("contrastive", "anchored", "entropy_adaptive", "lol"):
-        rules[name]["model"] = first_layer
+    rules = {name: dict(SHARP.get(name, {})) for name in RULES}
+    for name in RULES:
+        if issubclass(load_rule(name).Options, CompanionOptions):
+            rules[name]["model"] = first_layer
     for name, more in (("caad", []), ("svdecode", ["--original", first_layer])):
         rules[name]["file"] = str(folder / name)
         arguments = [name, "build", str(folder / "examples.jsonl"), "--model", slice_dir]
@@ -139,6 +145,12 @@ ALL = [
     params({**SEEDED, "seed": 4}, svdecode=True, caad=True, lol_beta=0.2),
     params(GREEDY),
     params(SEEDED),
+]
+SHOWN = {key for each in ALL for key in each.extra_args or ()}
+ALL[-2:-2] = [
+    params(GREEDY, **{name: True}, **load_rule(name).example)
+    for name in RULES
+    if SHOWN.isdisjoint(load_rule(name).Params.model_fields)
 ]
 
 

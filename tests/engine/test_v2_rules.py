@@ -13,9 +13,18 @@ from typer.testing import CliRunner
 from v2_requests import counters, generate, prompts, sampling, tokens
 from vllm.exceptions import VLLMValidationError
 
+from vllm_ext.config.rules import needs_v1
+from vllm_ext.samplers.registry import RULES, load_rule
+
 pytestmark = pytest.mark.v2
 
 ANSWERS = ["the old sailor", "the old sailor goes home", "the young sailor", "a captain and the sea", "no"]
+# Of a request under each rule, what is more to the point here than the rule's own example.
+ASKED: dict[str, dict[str, Any]] = {
+    "extract": {"extract": "the old sailor goes home and the young sailor goes home"},
+    "monitor": {"monitor_context": "x = 'a'\n"},
+}
+UNDER = {name: {**load_rule(name).example, **ASKED.get(name, {})} for name in RULES if not needs_v1(name)}
 
 
 @pytest.fixture(scope="module")
@@ -28,10 +37,8 @@ def llms(v2_dir: str, v2_plain: Any, tmp_path_factory: pytest.TempPathFactory) -
     file = str(folder / "answers.trie")
     command = ["trie", "build", "--tokenizer", v2_dir, "--output", file, str(folder / "answers.txt")]
     assert CliRunner().invoke(app, command).exit_code == 0
-    rules = {
-        "vllm_ext": {"rules": {"trie": {"files": {"answers": file}}, "rpg": {}, "extract": {}, "monitor": {}}}
-    }
-    options = {"additional_config": rules}
+    rules = {**{name: {} for name in UNDER}, "trie": {"files": {"answers": file}}}
+    options = {"additional_config": {"vllm_ext": {"rules": rules}}}
     return v2_engine(v2_dir, **options), v2_engine(v2_dir, V2_METHOD, **options)
 
 
@@ -63,22 +70,14 @@ def test_wrong_requests_are_refused(llms: tuple[Any, Any]) -> None:
             generate(llm, prompts(1), sampling(extra_args={"trie": "nothing"}, ignore_eos=False))
 
 
-FAULTY = {
-    "trie": {"trie": "answers"},
-    "extract": {"extract": "the old sailor goes home and the young sailor goes home"},
-    "monitor": {"monitor": "python", "monitor_context": "x = 'a'\n"},
-    "rpg": {"rpg": 2.0},
-}
-
-
 @rule_faults.FEW
-@pytest.mark.parametrize("name", FAULTY)
+@pytest.mark.parametrize("name", UNDER)
 def test_a_rule_that_raises_ends_its_request_alone(llms: tuple[Any, Any], name: str, where: str) -> None:
     for llm in llms[1:] if where == rule_faults.TREE else llms:
         rule_faults.check_that_one_request_ends(
             llm,
             name,
-            lambda _: sampling(extra_args=FAULTY[name], ignore_eos=False, max_tokens=12),
+            lambda _: sampling(extra_args=UNDER[name], ignore_eos=False, max_tokens=12),
             sampling(max_tokens=12),
             where,
             prompts(3, seed=20),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `stand`, `aded` and `input_copy` have in common, alone and inside `hybrid`."""
+"""What methods without a model have in common: all of them the contract, `stand`, `aded` and `input_copy` more."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from vllm_ext.proposers import registry
 from vllm_ext.proposers.base import Proposer, Request, Sampling, VerifiedRows
+from vllm_ext.proposers.draft_model import DraftModelProposer
 from vllm_ext.proposers.hybrid import HybridOptions, make_options
 from vllm_ext.proposers.tree import DraftTree
 from vllm_ext.samplers.tree_walk import walk
@@ -30,10 +31,24 @@ OPTIONS: dict[str, dict[str, Any]] = {
     **DRAFTERS,
     "hybrid": {"method": "hybrid", "drafters": list(DRAFTERS.values())},
 }
+# The interface's contract is for every method that needs neither a model nor files.
+OTHERS = [
+    name
+    for name in registry.METHODS
+    if name not in OPTIONS
+    and not any(field.is_required() for field in registry.load_method(name).Options.model_fields.values())
+    and not issubclass(registry.load_method(name), DraftModelProposer)
+]
+ALL = [*OPTIONS, *OTHERS]
+SMALL: dict[str, Any] = {"memory_mb": 1, "matrix_width": 3}
 VOCAB = 6
 
 
 def make(name: str, vocab: int = VOCAB) -> Proposer:
+    if name in OTHERS:
+        chosen = registry.load_method(name)
+        given = {key: value for key, value in SMALL.items() if key in chosen.Options.model_fields}
+        return chosen.from_options(chosen.Options(**given), vocab)
     options = dict(OPTIONS[name])
     if name != "hybrid":
         proposer, its_options = make_options(options)
@@ -125,7 +140,7 @@ def same(one: list[DraftTree], two: list[DraftTree]) -> bool:
     )
 
 
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("name", ALL)
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 @given(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=20), st.integers(0, 99))
 @settings(deadline=None, max_examples=15)
@@ -149,7 +164,7 @@ def test_drafts_are_accepted_alone_and_fused(name: str) -> None:
         assert len(text) - len(prompt) > 1.2 * 61
 
 
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("name", ALL)
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 def test_two_instances_make_the_same_trees(name: str, temperature: float) -> None:
     """Tensor-parallel ranks: nothing may depend on a clock, on a global generator or on salted hashes."""
@@ -186,7 +201,7 @@ print([tree.tokens.tolist() for tree in trees])
     assert "[[]" in outputs.pop()
 
 
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("name", ALL)
 def test_preempted_requests_go_on_where_they_were(name: str) -> None:
     """Computed again, a request shows rows without output, and is asked for again at the same length."""
     target, how = Target(4), sampling(0.9)
@@ -207,7 +222,7 @@ def test_preempted_requests_go_on_where_they_were(name: str) -> None:
     assert same([texts[0][1]], [texts[1][1]])
 
 
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("name", ALL)
 def test_requests_do_not_mix_and_the_order_of_the_batch_does_not_matter(name: str) -> None:
     how = sampling(0.9)
     prompts = [[1, 2, 3, 1, 2], [4, 5, 4, 5, 4], [0, 1, 0, 1, 0]]
@@ -223,7 +238,7 @@ def test_requests_do_not_mix_and_the_order_of_the_batch_does_not_matter(name: st
     assert same(*results)
 
 
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("name", ALL)
 @pytest.mark.parametrize(("budget", "depth"), [(0, 5), (5, 0), (-1, 5), (5, -1)])
 def test_no_budget_or_no_depth_is_an_empty_tree(name: str, budget: int, depth: int) -> None:
     drafter = make(name)
@@ -245,7 +260,7 @@ def test_chains_have_the_whole_budget(name: str) -> None:
     assert len(tree) == 7
 
 
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("name", ALL)
 def test_placeholder_ids_are_harmless(name: str) -> None:
     drafter, how = make(name), sampling(0.0)
     for number, text in enumerate(

@@ -42,6 +42,12 @@ class Asking(NamedTuple):
     params: RuleParams
 
 
+def needs_v1(name: str) -> bool:
+    """Whether a rule does more than read tokens and change logits."""
+    rule = load_rule(name)
+    return rule.reports is not None or issubclass(rule, (LearningRule, SteeringRule))
+
+
 @dataclass(frozen=True)
 class RuleSettings:
     """The validated rules of a server."""
@@ -117,11 +123,8 @@ class RuleSettings:
 
     @property
     def need_v1(self) -> list[str]:
-        """Rules that do more than read tokens and change logits: vLLM's V2 runner has no place for that yet."""
-        rule = {name: load_rule(name) for name in self.options}
-        return [
-            name for name, its in rule.items() if its.reports or issubclass(its, (LearningRule, SteeringRule))
-        ]
+        """Rules that vLLM's V2 runner has no place for yet."""
+        return [name for name in self.options if needs_v1(name)]
 
     @functools.cached_property
     def looks_ahead(self) -> bool:

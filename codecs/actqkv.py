@@ -63,6 +63,7 @@ class ActQKV(HalvesCodec):
     summary = "all tokens as they are; answers read blocks that fit queries"
     paper = "arXiv 2502.13542"
     Options = ActQKVOptions
+    EXAMPLES = ({"budget": 192},)
     ANSWERS_READ_LESS = True
     RAW_VECTORS = 3
 

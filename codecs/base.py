@@ -64,6 +64,8 @@ class KVCodec(ABC):
     another request's prompt."""
     RAW_VECTORS: ClassVar[int] = 2
     """Of a token as it is: its key, its value, and maybe the mean of the queries that go with its key."""
+    EXAMPLES: ClassVar[tuple[dict[str, Any], ...]] = ({},)
+    """Options with which tests run it: windows and budgets that short texts outgrow."""
     KERNELS: ClassVar[str] = ""
     """The codec whose kernels these blocks take; "": its own."""
     BLOCK_SIZE: ClassVar[int] = 64

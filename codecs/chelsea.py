@@ -56,6 +56,7 @@ class Chelsea(HalvesCodec):
     summary = "the last tokens as they are, those before merged by their keys"
     paper = "arXiv 2506.11418"
     Options = ChelseaOptions
+    EXAMPLES = ({"window": 128, "ratio": 2},)
     CACHES_PREFIXES = False
 
     @property

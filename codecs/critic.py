@@ -35,6 +35,7 @@ class Critic(SelectingCodec):
     summary = "blocks within a budget, by an average of what attends to them"
     paper = "after arXiv 2504.01281, 2306.14048"
     Options = CriticOptions
+    EXAMPLES = ({"budget": 256},)
 
     def next_moment(self, after: int, prompt_len: int) -> int | None:
         if after < prompt_len:

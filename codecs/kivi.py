@@ -30,6 +30,7 @@ class Kivi(CodesCodec):
     summary = "2 or 4 bits: keys by channel, values by token"
     paper = "arXiv 2402.02750"
     Options = KiviOptions
+    EXAMPLES = ({}, {"bits": 2, "window": 128})
 
     @property
     def bytes_per_token(self) -> int:

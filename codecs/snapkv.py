@@ -25,3 +25,4 @@ class SnapKV(SelectingCodec):
     summary = "of a prompt the blocks that its end attends to, as they are"
     paper = "arXiv 2404.14469"
     Options = SnapKVOptions
+    EXAMPLES = ({"budget": 256},)

@@ -27,3 +27,4 @@ class StreamingLLM(HalvesCodec):
     summary = "the first tokens and a window of the last, as they are"
     paper = "arXiv 2309.17453"
     Options = StreamingLLMOptions
+    EXAMPLES = ({"window": 128},)

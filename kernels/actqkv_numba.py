@@ -14,6 +14,8 @@ from vllm_ext.kernels.numba_vectors import LANES, load_vector, splat, store_vect
 
 LARGEST = np.float32(65504.0)
 
+decode_keys, decode_values = streaming_llm_numba.decode_keys, streaming_llm_numba.decode_values
+
 
 @numba.njit(error_model="numpy")  # type: ignore[untyped-decorator]
 def encode_block(

@@ -1,171 +1,60 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is in a block, by codec, for kernels of numba that are compiled once for each.
+"""The functions of a codec, for kernels of numba that are compiled once for each.
 
-numba keeps no code on disk of what is handed functions. So a kernel is handed a tuple of zeros, whose length says which
-codec's functions it calls: that is part of its type. Arguments behind it are those of `kivi_numba`; a codec has its
-functions in a file of its own.
+They are in ``kernels/<name>_numba.py``: `encode_block`, `decode_keys` and `decode_values`, with the arguments of
+`kivi_numba`; `add_counts`, as below, where scores change; `merge_span`, as in `chelsea_numba`, where blocks merge. A
+kernel is handed the module: that is part of its type, so that the functions are constants.
+
+A kernel's code on disk is told apart by its own file and by what is in its closure. So a closure has the module, and
+`sources` of what is called.
 """
 
+import functools
+import hashlib
+import re
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from numba.extending import overload
 
-from vllm_ext.kernels import (
-    actqkv_numba,
-    chelsea_numba,
-    gear_numba,
-    kivi_numba,
-    mustafar_numba,
-    spherical_numba,
-    streaming_llm_numba,
-)
+FOLDER = Path(__file__).parent
+IMPORT = re.compile(r"(?m)^from vllm_ext\.kernels(?:\.\w+)? import (?:\([^)]*\)|.*)$")
 
-Form = tuple[int, ...]
-
-# By the length of a form, less one: what encodes, and what decodes. Some lay keys and values out alike.
-_FUNCTIONS = (
-    (kivi_numba.encode_block, kivi_numba.decode_keys, kivi_numba.decode_values),
-    (gear_numba.encode_block, gear_numba.decode_keys, gear_numba.decode_values),
-    (mustafar_numba.encode_block, mustafar_numba.decode_keys, mustafar_numba.decode_values),
-    (streaming_llm_numba.encode_block, streaming_llm_numba.decode_keys, streaming_llm_numba.decode_values),
-    (chelsea_numba.encode_block, streaming_llm_numba.decode_keys, streaming_llm_numba.decode_values),
-    (actqkv_numba.encode_block, streaming_llm_numba.decode_keys, streaming_llm_numba.decode_values),
-    (spherical_numba.encode_block, spherical_numba.decode_keys, spherical_numba.decode_values),
-)
-_PLACES = {
-    "kivi": 0,
-    "gear": 1,
-    "mustafar": 2,
-    "streaming_llm": 3,
-    "chelsea": 4,
-    "actqkv": 5,
-    "spherical": 6,
-}
-MERGES, DROPS = 5, 7  # lengths
+Form = ModuleType
 
 
+@functools.cache
 def form_of(codec: str) -> Form:
-    """The form of a codec.
+    """The module of a codec.
 
     Raises:
         ValueError: it has none.
     """
-    if codec not in _PLACES:
+    name = f"vllm_ext.kernels.{codec}_numba"
+    if find_spec(name) is None:
         raise ValueError(f"codec {codec!r} has no numba kernels; use backend='torch'")
-    return (0,) * (_PLACES[codec] + 1)
+    return import_module(name)
 
 
-def encode_block(
-    form: Form,
-    pages: Any,
-    halves: Any,
-    at: int,
-    side: Any,
-    tiles: Any,
-    keys: int,
-    key_stride: int,
-    values: int,
-    head_size: int,
-    block_size: int,
-    numbers: Any,
-) -> None:
-    """Write a block's bytes. ``tiles[keys:]`` has the keys transposed, rows ``key_stride`` apart."""
-    raise NotImplementedError
+def sources(*names: str) -> str:
+    """A hash of some files of this folder, and of those that they import.
 
-
-@overload(encode_block, strict=False)  # type: ignore[untyped-decorator]
-def _encode_block(
-    form: Any,
-    pages: Any,
-    halves: Any,
-    at: Any,
-    side: Any,
-    tiles: Any,
-    keys: Any,
-    key_stride: Any,
-    values: Any,
-    head_size: Any,
-    block_size: Any,
-    numbers: Any,
-) -> Any:
-    encode = _FUNCTIONS[form.count - 1][0]
-
-    def call(  # type: ignore[no-untyped-def]
-        form, pages, halves, at, side, tiles, keys, key_stride, values, head_size, block_size, numbers
-    ):
-        encode(pages, halves, at, side, tiles, keys, key_stride, values, head_size, block_size, numbers)
-
-    return call
-
-
-def decode_keys(
-    form: Form,
-    pages: Any,
-    halves: Any,
-    at: int,
-    side: Any,
-    out: Any,
-    head_size: int,
-    block_size: int,
-    numbers: Any,
-) -> None:
-    """``out`` becomes the keys, transposed."""
-    raise NotImplementedError
-
-
-@overload(decode_keys, strict=False)  # type: ignore[untyped-decorator]
-def _decode_keys(
-    form: Any,
-    pages: Any,
-    halves: Any,
-    at: Any,
-    side: Any,
-    out: Any,
-    head_size: Any,
-    block_size: Any,
-    numbers: Any,
-) -> Any:
-    decode = _FUNCTIONS[form.count - 1][1]
-
-    def call(form, pages, halves, at, side, out, head_size, block_size, numbers):  # type: ignore[no-untyped-def]
-        decode(pages, halves, at, side, out, head_size, block_size, numbers)
-
-    return call
-
-
-def decode_values(
-    form: Form,
-    pages: Any,
-    halves: Any,
-    at: int,
-    side: Any,
-    out: Any,
-    head_size: int,
-    block_size: int,
-    numbers: Any,
-) -> None:
-    """``out`` becomes the values."""
-    raise NotImplementedError
-
-
-@overload(decode_values, strict=False)  # type: ignore[untyped-decorator]
-def _decode_values(
-    form: Any,
-    pages: Any,
-    halves: Any,
-    at: Any,
-    side: Any,
-    out: Any,
-    head_size: Any,
-    block_size: Any,
-    numbers: Any,
-) -> Any:
-    decode = _FUNCTIONS[form.count - 1][2]
-
-    def call(form, pages, halves, at, side, out, head_size, block_size, numbers):  # type: ignore[no-untyped-def]
-        decode(pages, halves, at, side, out, head_size, block_size, numbers)
-
-    return call
+    Args:
+        names: of modules, with or without their package.
+    """
+    texts: dict[str, str] = {}
+    left = [name.rpartition(".")[2] for name in names]
+    while left:
+        name = left.pop()
+        file = FOLDER / f"{name}.py"
+        if name not in texts and file.exists():
+            texts[name] = file.read_text(encoding="utf-8")
+            # A name that is no file's is a function's.
+            left += re.findall(r"\w+", " ".join(IMPORT.findall(texts[name])))
+    return hashlib.sha256(repr(sorted(texts.items())).encode()).hexdigest()
 
 
 def add_counts(
@@ -181,8 +70,8 @@ def add_counts(
     block_size: int,
     numbers: Any,
 ) -> None:
-    """To ``rows`` rows of scores (base 2), ``stride`` apart, what a block's tokens stand for: of codecs that merge
-    several, and of those that drop some nothing.
+    """Add to ``rows`` rows of scores (base 2), ``stride`` apart, what a block's tokens stand for: `add_counts` of the
+    module, and where there is none, nothing.
     """
     raise NotImplementedError
 
@@ -201,21 +90,12 @@ def _add_counts(
     block_size: Any,
     numbers: Any,
 ) -> Any:
-    if form.count == MERGES:
+    if hasattr(form.pymod, "add_counts"):
 
         def call(  # type: ignore[no-untyped-def]
             form, pages, floats, at, scores, start, stride, rows, head_size, block_size, numbers
         ):
-            chelsea_numba.add_counts(floats, at, scores, start, stride, rows, head_size, block_size)
-
-    elif form.count == DROPS:
-
-        def call(  # type: ignore[no-untyped-def]
-            form, pages, floats, at, scores, start, stride, rows, head_size, block_size, numbers
-        ):
-            spherical_numba.hide_dropped(
-                pages, at, scores, start, stride, rows, head_size, block_size, numbers[0]
-            )
+            form.add_counts(pages, floats, at, scores, start, stride, rows, head_size, block_size, numbers)
 
     else:
 

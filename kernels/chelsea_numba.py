@@ -20,6 +20,8 @@ from vllm_ext.kernels.numba_vectors import (
     vector_multiply,
 )
 
+decode_keys, decode_values = streaming_llm_numba.decode_keys, streaming_llm_numba.decode_values
+
 
 @numba.njit(error_model="numpy")  # type: ignore[untyped-decorator]
 def encode_block(
@@ -46,7 +48,16 @@ def encode_block(
 
 @numba.njit(error_model="numpy")  # type: ignore[untyped-decorator]
 def add_counts(
-    floats: Any, at: int, scores: Any, start: int, stride: int, rows: int, head_size: int, block_size: int
+    pages: Any,
+    floats: Any,
+    at: int,
+    scores: Any,
+    start: int,
+    stride: int,
+    rows: int,
+    head_size: int,
+    block_size: int,
+    numbers: Any,
 ) -> None:
     """To ``rows`` rows of scores (base 2), ``stride`` apart, what a block's tokens stand for."""
     logs = at // 4 + head_size * block_size

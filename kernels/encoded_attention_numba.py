@@ -16,7 +16,7 @@ import torch
 
 from vllm_ext.kernels.attention_parts_numba import LOG2_E, c_function, run_in_threads
 from vllm_ext.kernels.block_format import BlockFormat
-from vllm_ext.kernels.block_forms_numba import Form, form_of
+from vllm_ext.kernels.block_forms_numba import Form, form_of, sources
 from vllm_ext.kernels.encoded_attention import EncodedRows
 from vllm_ext.kernels.encoded_passes_numba import attend, write
 from vllm_ext.kernels.numba_vectors import LANES
@@ -179,17 +179,20 @@ _DTYPES: dict[torch.dtype, Any] = {
 @functools.cache
 def _compiled(form: Form, dtype: torch.dtype) -> tuple[Any, Any]:
     """Both passes as C functions of one pointer, compiled at the first call of each codec's form and dtype."""
-    writes, attends = (c_function(each, _Arguments) for each in _passes(form, _DTYPES[dtype]))
+    called = sources("encoded_passes_numba", form.__name__)
+    writes, attends = (c_function(each, _Arguments) for each in _passes(form, _DTYPES[dtype], called))
     return writes, attends
 
 
-def _passes(form: Form, dtype: Any) -> tuple[Any, Any]:
+def _passes(form: Form, dtype: Any, called: str) -> tuple[Any, Any]:
     """What writes and what attends. Code on disk is told apart by what these have in their closures."""
 
     def write_form(pointer: Any) -> None:
+        _ = called
         write(pointer, dtype, form)
 
     def attend_form(pointer: Any) -> None:
+        _ = called
         attend(pointer, dtype, form)
 
     return write_form, attend_form

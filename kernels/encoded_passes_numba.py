@@ -7,7 +7,7 @@ import numba
 import numpy as np
 
 from vllm_ext.kernels.attention_parts_numba import matrix_product, online_softmax, round_up
-from vllm_ext.kernels.block_forms_numba import add_counts, decode_keys, decode_values, encode_block
+from vllm_ext.kernels.block_forms_numba import add_counts
 from vllm_ext.kernels.numba_vectors import (
     LANES,
     fetch_add_one,
@@ -94,8 +94,8 @@ def write(pointer: Any, dtype: Any, form: Any) -> None:
             if settled >= low + block_size:
                 page = np.int64(table[request * args.max_blocks + block])
                 at = page * args.page_block_stride + head * args.page_head_stride
-                encode_block(
-                    *(form, pages, halves, at, side, tiles, keys, width, values),
+                form.encode_block(
+                    *(pages, halves, at, side, tiles, keys, width, values),
                     *(head_size, block_size, numbers),
                 )
             else:
@@ -311,9 +311,8 @@ def attend(pointer: Any, dtype: Any, form: Any) -> None:
                             index = order[(first + offset) // block_size]
                             page = np.int64(table[request * args.max_blocks + index])
                             at = page * args.page_block_stride + head * args.page_head_stride
-                            decode_keys(
-                                *(form, pages, halves, at, side, decoded),
-                                *(head_size, block_size, numbers),
+                            form.decode_keys(
+                                *(pages, halves, at, side, decoded, head_size, block_size, numbers)
                             )
                             matrix_product(
                                 *(q, 0, head_size, decoded, 0, block_size, LANES, scores, offset, stride),
@@ -337,9 +336,8 @@ def attend(pointer: Any, dtype: Any, form: Any) -> None:
                             index = order[(first + offset) // block_size]
                             page = np.int64(table[request * args.max_blocks + index])
                             at = page * args.page_block_stride + head * args.page_head_stride
-                            decode_values(
-                                *(form, pages, halves, at, side, decoded),
-                                *(head_size, block_size, numbers),
+                            form.decode_values(
+                                *(pages, halves, at, side, decoded, head_size, block_size, numbers)
                             )
                             matrix_product(
                                 *(scores, offset, stride, decoded, 0, head_size, LANES, total, 0, line),

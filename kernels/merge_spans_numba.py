@@ -8,11 +8,10 @@ from typing import Any
 import numba
 import numpy as np
 import torch
-from numba import types
 
-from vllm_ext.kernels import backends, chelsea_numba
-from vllm_ext.kernels.attention_parts_numba import run_in_threads
+from vllm_ext.kernels.attention_parts_numba import c_function, run_in_threads
 from vllm_ext.kernels.block_format import BlockFormat
+from vllm_ext.kernels.block_forms_numba import Form, form_of, sources
 from vllm_ext.kernels.encoded_attention import EncodedRows
 from vllm_ext.kernels.numba_vectors import fetch_add_one, pointer_to
 
@@ -53,22 +52,28 @@ def merge_spans_numba(pages: torch.Tensor, rows: EncodedRows, due: torch.Tensor,
         spans=due.data_ptr(),
         num_requests=len(due),
     )
-    run_in_threads(_compiled(codec.name), arguments, torch.get_num_threads())
+    run_in_threads(_compiled(form_of(codec.kernels)), arguments, torch.get_num_threads())
 
 
 @functools.cache
-def _compiled(codec: str) -> Any:
-    if codec not in _FORMS:
-        raise ValueError(f"codec {codec!r} has no numba kernel that merges; use backend='torch'")
-    signature = types.void(types.CPointer(numba.from_dtype(np.dtype(_Arguments))))
-    compiled = backends.compile_cached(numba.cfunc, signature, error_model="numpy")(_FORMS[codec])
-    function = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(compiled.address)
-    function.compiled = compiled  # type: ignore[attr-defined]  # its code must outlive it
-    return function
+def _compiled(form: Form) -> Any:
+    if not hasattr(form, "merge_span"):
+        raise ValueError(f"{form.__name__} has no kernel that merges; use backend='torch'")
+    return c_function(_merges(form, sources("merge_spans_numba", form.__name__)), _Arguments)
+
+
+def _merges(form: Form, called: str) -> Any:
+    """Code on disk is told apart by what this has in its closure."""
+
+    def merge_form(pointer: Any) -> None:
+        _ = called
+        _merge(pointer, form)
+
+    return merge_form
 
 
 @numba.njit(error_model="numpy")  # type: ignore[untyped-decorator]
-def _merge(pointer: Any, merge_span: Any) -> None:
+def _merge(pointer: Any, form: Any) -> None:
     args = numba.carray(pointer, 1)[0]
     requests, heads = args.num_requests, args.num_kv_heads
     numbers = (args.number_0, args.number_1, args.number_2, args.number_3)
@@ -89,11 +94,4 @@ def _merge(pointer: Any, merge_span: Any) -> None:
         starts = np.empty(args.span_blocks, np.int64)
         for i in range(args.span_blocks):
             starts[i] = np.int64(table[first + i]) * args.page_block_stride + head * args.page_head_stride
-        merge_span(halves, floats, starts, args.head_size, args.block_size, numbers)
-
-
-def _merge_chelsea(pointer: Any) -> None:
-    _merge(pointer, chelsea_numba.merge_span)
-
-
-_FORMS: dict[str, Any] = {"chelsea": _merge_chelsea}
+        form.merge_span(halves, floats, starts, args.head_size, args.block_size, numbers)

@@ -344,8 +344,9 @@ def decode_values(
 
 
 @numba.njit(error_model="numpy")  # type: ignore[untyped-decorator]
-def hide_dropped(
+def add_counts(
     pages: Any,
+    floats: Any,
     at: int,
     scores: Any,
     start: int,
@@ -353,10 +354,10 @@ def hide_dropped(
     rows: int,
     head_size: int,
     block_size: int,
-    units: int,
+    numbers: Any,
 ) -> None:
     """Of ``rows`` rows of scores, ``stride`` apart, those of tokens that are not there become -inf."""
-    counts = _places(at, units, head_size, block_size)[4]
+    counts = _places(at, numbers[0], head_size, block_size)[4]
     kept = (np.int64(pages[counts]) + np.int64(pages[counts + 1])) * LANES
     for t in range(kept, block_size, LANES):
         for row in range(rows):

@@ -4,43 +4,41 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
-from vllm_ext.codecs.actqkv import ActQKV, ActQKVOptions
 from vllm_ext.codecs.base import KVCodec
-from vllm_ext.codecs.chelsea import Chelsea, ChelseaOptions
-from vllm_ext.codecs.gear import Gear, GearOptions
-from vllm_ext.codecs.kivi import Kivi, KiviOptions
-from vllm_ext.codecs.mustafar import Mustafar, MustafarOptions
-from vllm_ext.codecs.snapkv import SnapKV, SnapKVOptions
-from vllm_ext.codecs.spherical import Spherical, SphericalOptions
-from vllm_ext.codecs.streaming_llm import StreamingLLM, StreamingLLMOptions
+from vllm_ext.codecs.registry import CODECS as REGISTERED
+from vllm_ext.codecs.registry import load_codec
 from vllm_ext.kernels.backends import Backend
 from vllm_ext.kernels.encoded_attention import EncodedRows, Reading, encoded_attention
 
 HEADS, KV_HEADS, HEAD_SIZE, SCALE = 6, 2, 64, 0.125
+
+
+def make(name: str, block_size: int = 64, **options: Any) -> KVCodec:
+    """A registered codec."""
+    codec = load_codec(name)
+    return codec(codec.Options(**options), block_size, HEAD_SIZE)
+
+
+# Every registered codec under its name, and more of what some can do.
 CODECS: dict[str, KVCodec] = {
-    "kivi 4": Kivi(KiviOptions(), 64, HEAD_SIZE),
-    "kivi 4 small groups": Kivi(KiviOptions(group_size=32), 128, HEAD_SIZE),
-    "kivi 2": Kivi(KiviOptions(bits=2), 64, HEAD_SIZE),
-    "gear": Gear(GearOptions(), 64, HEAD_SIZE),
-    "gear small groups": Gear(GearOptions(group_size=32, rank=3, outliers=2), 128, HEAD_SIZE),
-    "gear without sums": Gear(GearOptions(rank=0, outliers=2), 64, HEAD_SIZE),
-    "gear 2 without outliers": Gear(GearOptions(bits=2, outliers=0), 64, HEAD_SIZE),
-    "mustafar 50": Mustafar(MustafarOptions(), 64, HEAD_SIZE),
-    "mustafar 70": Mustafar(MustafarOptions(sparsity=0.7), 128, HEAD_SIZE),
-    "streaming_llm": StreamingLLM(StreamingLLMOptions(window=100), 64, HEAD_SIZE),
-    "a window of kivi": Kivi(KiviOptions(window=64, sinks=65), 64, HEAD_SIZE),
-    "chelsea": Chelsea(ChelseaOptions(window=64, ratio=2), 64, HEAD_SIZE),
-    "chelsea without sinks": Chelsea(ChelseaOptions(window=1, sinks=0, ratio=3, rounds=1), 64, HEAD_SIZE),
-    "actqkv": ActQKV(ActQKVOptions(budget=192), 64, HEAD_SIZE),
-    "actqkv of all": ActQKV(ActQKVOptions(budget=6400, coverage=1.0), 64, HEAD_SIZE),
-    "snapkv": SnapKV(SnapKVOptions(), 64, HEAD_SIZE),
-    "spherical": Spherical(SphericalOptions(), 64, HEAD_SIZE),
-    "spherical 3": Spherical(SphericalOptions(bits=3), 64, HEAD_SIZE),
-    "spherical 5, long": Spherical(SphericalOptions(bits=5), 128, HEAD_SIZE),
-    "no sinks": StreamingLLM(StreamingLLMOptions(window=128, sinks=0), 64, HEAD_SIZE),
+    **{name: make(name, **load_codec(name).EXAMPLES[0]) for name in REGISTERED},
+    "kivi small groups": make("kivi", 128, group_size=32),
+    "kivi 2": make("kivi", bits=2),
+    "gear small groups": make("gear", 128, group_size=32, rank=3, outliers=2),
+    "gear without sums": make("gear", rank=0, outliers=2),
+    "gear 2 without outliers": make("gear", bits=2, outliers=0),
+    "mustafar 70": make("mustafar", 128, sparsity=0.7),
+    "a window of kivi": make("kivi", window=64, sinks=65),
+    "chelsea": make("chelsea", window=64, ratio=2),  # shorter, so that texts of five blocks are merged
+    "chelsea without sinks": make("chelsea", window=1, sinks=0, ratio=3, rounds=1),
+    "actqkv of all": make("actqkv", budget=6400, coverage=1.0),
+    "spherical 3": make("spherical", bits=3),
+    "spherical 5, long": make("spherical", 128, bits=5),
+    "no sinks": make("streaming_llm", window=128, sinks=0),
 }
 
 

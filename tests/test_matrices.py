@@ -4,13 +4,18 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
-from vllm_ext.codecs.registry import CODECS
+from vllm_ext.codecs.registry import CODECS, load_codec
+from vllm_ext.config import kv_cache
+from vllm_ext.kernels import block_forms_numba
 from vllm_ext.proposers.registry import METHODS, load_method
 from vllm_ext.samplers.registry import RULES, load_rule
 from vllm_ext.samplers.steering import SteeringRule
@@ -52,7 +57,29 @@ def test_everything_registered_has_tests(folder: str, registry: Mapping[str, str
         assert any(wanted.search(text) for text in texts), f"tests/{folder}/test_{module}.py"
 
 
-def test_every_codec_is_in_the_matrix() -> None:
-    script = (SCRIPTS / "kv_matrix.sh").read_text()
-    methods = {json.loads(each)["method"] for each in re.findall(r"'(\{.*?\})'", script)}
-    assert methods == set(CODECS)
+def test_every_codec_is_in_the_matrix(tmp_path: Path) -> None:
+    """What the script runs, with pytest left out."""
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\n[ "$1" = -m ] || exec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    environment = os.environ | {"PYTHON": str(python), "PYTHONPATH": str(SCRIPTS.parent)}
+    done = subprocess.run(
+        [SCRIPTS / "kv_matrix.sh"], env=environment, capture_output=True, text=True, check=True
+    )
+    given = [json.loads(each) for each in re.findall(r"(?m)^== (.*)$", done.stdout)]
+    assert {each["method"] for each in given} == set(CODECS)
+    for each in given:
+        kv_cache.parse(each)
+
+
+def test_every_codec_is_described() -> None:
+    """A row in the folder's table, a paragraph among the methods, and kernels."""
+    root = SCRIPTS.parent
+    rows = re.findall(r"(?m)^\| `(\w+)` \|", (root / "codecs" / "README.md").read_text())
+    assert rows == list(CODECS)
+    page = (root / "docs" / "kv.md").read_text()
+    for name in CODECS:
+        assert f"**`{name}`**" in page, f"docs/kv.md: {name}"
+        form = block_forms_numba.form_of(load_codec(name).KERNELS or name)
+        for function in ("encode_block", "decode_keys", "decode_values"):
+            assert hasattr(form, function), f"{form.__name__}: {function}"

@@ -29,7 +29,7 @@ def filled(name: str, dtype: torch.dtype, lengths: list[int]) -> tuple[Cache, Ca
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [
-        ("kivi 4", torch.bfloat16),
+        ("kivi", torch.bfloat16),
         ("kivi 2", torch.float16),
         ("a window of kivi", torch.float32),
     ],
@@ -56,7 +56,7 @@ def test_rows_that_decode(name: str, dtype: torch.dtype) -> None:
 @pytest.mark.skipif(not INTERPRETED, reason="runs in a process of its own, below")
 def test_blocks_are_what_is_read() -> None:
     """Other bytes in an encoded block are other outputs."""
-    _, cache = filled("kivi 4", torch.float32, [190])
+    _, cache = filled("kivi", torch.float32, [190])
     (before,) = cache.step([190], [draw(1, 5)])
     cache.pages[cache.table[0, 1]] = 0
     (after,) = cache.step([190], [draw(1, 5)])
@@ -67,7 +67,7 @@ def test_what_it_has_not_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     for name, says in (
         ("gear", "codec 'gear'"),
-        ("kivi 4", "100 rows behind 0 tokens go over a block's end"),
+        ("kivi", "100 rows behind 0 tokens go over a block's end"),
     ):
         cache = Cache(CODECS[name], torch.float32, [100], "triton")
         with pytest.raises(ValueError, match=says):

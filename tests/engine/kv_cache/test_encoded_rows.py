@@ -11,7 +11,7 @@ from encoded_caches import CODECS, Cache, draw, part, retrieving
 from vllm_ext.engine.kv_cache.encoded_rows import EncodedMetadata, raw_mover
 
 
-@pytest.mark.parametrize("name", ["kivi 4", "actqkv"])
+@pytest.mark.parametrize("name", ["kivi", "actqkv"])
 @pytest.mark.parametrize("context", [330, 193])
 def test_a_path_of_a_tree_becomes_a_chain(name: str, context: int) -> None:
     """What comes behind it reads what it would have read had the path come token by token."""

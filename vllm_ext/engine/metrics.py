@@ -12,6 +12,7 @@ from __future__ import annotations
 import atexit
 import threading
 import weakref
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,38 @@ def worker_counts(vllm_config: Any) -> WorkerCounts:
         return WorkerCounts(None)
     atexit.register(counts.remove)
     return counts
+
+
+class Counters:
+    """What a worker has counted since start-up: rank 0, by whose file it reaches the server. Others count nothing."""
+
+    def __init__(self, vllm_config: Any) -> None:
+        rank = vllm_config.parallel_config.rank
+        self._file: WorkerCounts | None = worker_counts(vllm_config) if rank == 0 else None
+
+    def add(self, amounts: Mapping[str, int]) -> None:
+        """Count, by name."""
+        if self._file is not None:
+            self._file.add(amounts)
+
+    def count(self, name: str, amount: int = 1) -> None:
+        """Count what has one name."""
+        if amount:
+            self.add({name: amount})
+
+    def show_budget(self, state: Mapping[str, float]) -> None:
+        """What a budget says of itself."""
+        if self._file is not None:
+            self._file.show_budget(state)
+
+    def totals(self) -> dict[str, int]:
+        """By name; nothing on ranks that do not count."""
+        return {} if self._file is None else self._file.totals()
+
+    def close(self) -> None:
+        """The worker ends; may be called again."""
+        if self._file is not None:
+            self._file.remove()
 
 
 def snapshot(vllm_config: Any) -> list[Any]:

@@ -4,37 +4,28 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from vllm_ext.engine import metrics
-from vllm_ext.engine.counter_file import WorkerCounts
 
 # What the device counts, in this order: that of `vllm_ext.kernels.device_trees.walk`.
 ON_DEVICE = ("spec_draft_tokens", "spec_accepted_tokens", "spec_emitted_tokens", "spec_steps")
 COPY_SECONDS = 0.2  # between two copies; a copy each step would be a launch each step
 
 
-class Counts:
-    """Totals since start-up; on rank 0 alone they reach the counter file."""
+class Counts(metrics.Counters):
+    """With those that the device adds up."""
 
     def __init__(self, vllm_config: Any, device: torch.device) -> None:
+        super().__init__(vllm_config)
         self._device = device
         self.on_device = torch.zeros(len(ON_DEVICE), dtype=torch.int64, device=device)
         self._taken = [0] * len(ON_DEVICE)
         self._copied: torch.Tensor | None = None
         self._copied_at = 0.0
         self._event: Any = None
-        self._file: WorkerCounts | None = None
-        if vllm_config.parallel_config.rank == 0:
-            self._file = metrics.worker_counts(vllm_config)
-
-    def count(self, name: str, amount: int = 1) -> None:
-        """What the host knows."""
-        if self._file is not None and amount:
-            self._file.add({name: amount})
 
     def begin_step(self, idle: bool = False) -> None:
         """Take over what has arrived, and send for more.
@@ -60,35 +51,23 @@ class Counts:
             self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._event.record()
 
-    def show_budget(self, state: Mapping[str, float]) -> None:
-        """What the scheduler's budget says of itself."""
-        if self._file is not None:
-            self._file.show_budget(state)
-
     def totals(self) -> dict[str, int]:
         """All there is, waited for: not in a step."""
         if self._file is None:
             return {}
         self._take(self.on_device.cpu())
         self._copied = None
-        return self._file.totals()
-
-    def close(self) -> None:
-        """The worker ends; may be called again."""
-        if self._file is not None:
-            self._file.remove()
+        return super().totals()
 
     def reset(self) -> None:
         """As if nothing had been counted on the device yet; not in a step."""
         self.on_device.zero_()
         self._copied = None
-        if self._file is not None:
-            self._file.add({name: -taken for name, taken in zip(ON_DEVICE, self._taken, strict=True)})
+        self.add({name: -taken for name, taken in zip(ON_DEVICE, self._taken, strict=True)})
         self._taken = [0] * len(ON_DEVICE)
 
     def _take(self, copied: torch.Tensor) -> None:
-        assert self._file is not None
         now = copied.tolist()
         new = {name: a - b for name, a, b in zip(ON_DEVICE, now, self._taken, strict=True) if a > b}
-        self._file.add(new)
+        self.add(new)
         self._taken = now

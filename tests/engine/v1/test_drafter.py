@@ -388,7 +388,7 @@ def test_a_fault_of_the_tap_costs_what_was_to_be_learnt(
     def fail(logits: torch.Tensor, k: int) -> torch.Tensor:
         raise ZeroDivisionError
 
-    monkeypatch.setattr("vllm_ext.engine.v1.drafter.top_k_ids", fail)
+    monkeypatch.setattr("vllm_ext.engine.drafting.logits_tap.top_k_ids", fail)
     runner = Runner({"a": ([1], [4], params())}, [[1]])
     assert step(drafter, runner, [0], [[4]]) == [[7, 8, 9]]
     assert recorder.rows == []

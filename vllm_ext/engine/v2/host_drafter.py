@@ -1,27 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """A proposer on the host beside an engine that keeps its requests' texts on the device: arrays in, trees out.
 
-So the texts are kept here too, by request id: the prompt from when a request comes, then what the steps put out. A
-request that was preempted comes back with all it had; what the proposer knows of it stays as it was.
+So the texts are kept here too, by request id. A request that was preempted comes back with all it had; what the
+proposer knows of it stays as it was.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from vllm.logger import init_logger
 
 from vllm_ext.config.speculative import Settings
-from vllm_ext.engine import sampling_params
-from vllm_ext.engine.state.keeper import Checkpointer
-from vllm_ext.proposers.base import Proposer, Request, VerifiedRows, chains_where_asked, propose_apart
+from vllm_ext.engine.drafting.host_proposer import STEP_FAULT, HostProposer, of_request
+from vllm_ext.engine.drafting.requests import Text
+from vllm_ext.proposers.base import Proposer, Request, VerifiedRows, chains_where_asked
 from vllm_ext.proposers.tree import DraftTree, Float32, Int32
-
-logger = init_logger("vllm.vllm_ext")
 
 
 class Verified(NamedTuple):
@@ -39,61 +35,6 @@ class Verified(NamedTuple):
     ]  # [requests] what each has put out; none as long as a prompt is incomplete
 
 
-class _Text:
-    """One request."""
-
-    def __init__(self, request: Any, chain: bool, most_depth: int, max_model_len: int) -> None:
-        self.params = request.sampling_params
-        self.length = len(request.prefill_token_ids)
-        # The system gives memory for what is written alone.
-        self._tokens: Int32 = np.empty(max(max_model_len, self.length), np.int32)
-        self._tokens[: self.length] = request.prefill_token_ids
-        # Where a prompt is embeddings it has no tokens.
-        self._num_prompt = len(request.prompt_token_ids or request.prefill_token_ids)
-        self._max_model_len = max_model_len
-        self._sampling = sampling_params.sampling_of(self.params)
-        self._chain, self._most_depth = chain, most_depth
-        self.structured = self.params.structured_outputs is not None
-        self.started = False  # the proposer knows it
-        self.ended = False  # steps scheduled before that was known still put out tokens, which nobody gets
-
-    @property
-    def tokens(self) -> Int32:
-        """int32 ``[length]``, a view."""
-        return self._tokens[: self.length]
-
-    def take(self, sampled: Sequence[int]) -> list[int]:
-        """Go on by what a step has put out; those of its tokens that reach the output."""
-        if self.ended or not sampled:
-            return []
-        tokens = list(sampled)[: max(self._left, 0)]
-        tokens = tokens[: sampling_params.num_kept(self.params, tokens)]
-        self._tokens[self.length : self.length + len(tokens)] = tokens
-        self.length += len(tokens)
-        self.ended = self._left <= 0 or tokens[-1] in sampling_params.ends_of(self.params)
-        return tokens
-
-    @property
-    def _left(self) -> int:
-        return sampling_params.tokens_left(
-            self.params, self.length, self.length - self._num_prompt, self._max_model_len
-        )
-
-    def request(self, name: str, level: int) -> Request:
-        """As it is drafted for, with so many nodes at most."""
-        # A step that accepts n drafts puts out n + 1 tokens; each node takes a slot behind the root, accepted or not.
-        max_depth = 0 if self.ended else min(max(self._left - 1, 0), self._most_depth)
-        return Request(
-            request_id=name,
-            tokens=self.tokens,
-            num_prompt_tokens=self._num_prompt,
-            budget_tokens=min(level, self._max_model_len - self.length) if max_depth else 0,
-            max_depth=max_depth,
-            sampling=self._sampling,
-            chain=self._chain,
-        )
-
-
 class HostDrafts:
     """One proposer, and the requests that there are.
 
@@ -106,21 +47,18 @@ class HostDrafts:
     def __init__(self, vllm_config: Any, settings: Settings, count: Callable[[str], None]) -> None:
         self._vocab_size: int = vllm_config.model_config.get_vocab_size()
         self._max_model_len: int = vllm_config.model_config.max_model_len
-        self._settings, self._count = settings, count
-        self.proposer = self._make()
-        self._checkpointer = Checkpointer(
-            vllm_config, settings.method, settings.options, settings.own_options, count
-        )
-        self._texts: dict[str, _Text] = {}
+        self._host = HostProposer(vllm_config, settings, count)
+        self._texts: dict[str, Text] = {}
         self._serves = False
 
-    def _make(self) -> Proposer:
-        return self._settings.proposer_class.from_options(self._settings.options, self._vocab_size)
+    @property
+    def proposer(self) -> Proposer:
+        """The method's."""
+        return self._host.proposer
 
     def load(self) -> None:
         """Compile what would else stall the first request, and take over what was saved."""
-        self.proposer.warm_up()
-        self.proposer = self._checkpointer.restore(self.proposer, self._make)
+        self._host.load()
 
     def serve(self) -> None:
         """From now on requests are real; the proposer has heard of none."""
@@ -135,26 +73,24 @@ class HostDrafts:
             chain: a tree cannot be verified for it.
             most_depth: of a node that can be.
         """
-        before = self._texts.get(request.req_id)
-        text = self._texts[request.req_id] = _Text(request, chain, most_depth, self._max_model_len)
-        if before is not None and before.started:
-            text.started = np.array_equal(before.tokens, text.tokens[: before.length])
-            if not text.started:  # it goes on from something else than what the proposer has seen
-                self._tell_finished(request.req_id)
+        name = request.req_id
+        before = self._texts.get(name)
+        text = self._texts[name] = Text(request, chain, most_depth, self._max_model_len)
+        if before is not None and not np.array_equal(before.tokens, text.tokens[: before.length]):
+            self._host.finish(name)  # it goes on from something else than what the proposer has seen
 
     def finish(self, request_ids: Iterable[str]) -> None:
         """Requests are gone."""
         # vLLM gives a set, whose order differs between ranks.
         for name in sorted(request_ids):
-            text = self._texts.pop(name, None)
-            if text is not None and text.started:
-                self._tell_finished(name)
+            self._texts.pop(name, None)
+            self._host.finish(name)
 
     def close(self) -> None:
         """Save what was learnt, running requests' text too."""
-        if self._checkpointer.keeps:
+        if self._host.checkpointer.keeps:
             self.finish(list(self._texts))
-        self._checkpointer.close()
+        self._host.checkpointer.close()
 
     def step(self, names: Sequence[str], verified: Verified, level: int) -> tuple[list[DraftTree], Int32]:
         """Learn from a step, and draft for the next.
@@ -175,64 +111,36 @@ class HostDrafts:
         ]
         trees = [DraftTree.empty() for _ in names]
         if self._serves:
-            with (
-                self._forgiving("drafting failed; this step goes on without drafts"),
-                self._checkpointer.lock,
-            ):
+            with self._host.forgiving(STEP_FAULT), self._host.checkpointer.lock:
                 self.proposer.observe(_rows(names, texts, verified, emitted))
                 drafted = [place for place, tokens in enumerate(emitted) if tokens]
                 trees = self._propose(names, texts, drafted, level)
-                self._checkpointer.mark_dirty()
+                self._host.checkpointer.mark_dirty()
         last = [0 if text is None or not text.length else text.tokens[-1] for text in texts]
         return trees, np.array(last, np.int32)
 
     def _propose(
-        self, names: Sequence[str], texts: Sequence[_Text | None], drafted: list[int], level: int
+        self, names: Sequence[str], texts: Sequence[Text | None], drafted: list[int], level: int
     ) -> list[DraftTree]:
         requests = {}
         for place in drafted:
             text = texts[place]
             assert text is not None
             request = text.request(names[place], level)
-            with self._forgiving(_of_request(names[place])):
-                if not text.started:
-                    self.proposer.start(request)
-                    text.started = True
+            if self._host.start(request):
                 requests[place] = request
         own = list(requests.values())
-        proposals = propose_apart(self.proposer, own, lambda name: self._fault(_of_request(name)))
+        proposals = self._host.propose(own)
         trees = [DraftTree.empty() for _ in names]
         for place, request, tree in zip(requests, own, chains_where_asked(own, proposals), strict=True):
-            with self._forgiving(_of_request(names[place])):
+            with self._host.forgiving(of_request(names[place])):
                 trees[place] = _checked(tree, request, self._vocab_size)
         return trees
-
-    def _tell_finished(self, name: str) -> None:
-        with self._forgiving("a finished request was not forgotten"), self._checkpointer.lock:
-            self.proposer.finish(name)
-            self._checkpointer.mark_dirty()
-
-    @contextmanager
-    def _forgiving(self, what: str) -> Iterator[None]:
-        """A proposer's fault costs speed, never a request."""
-        try:
-            yield
-        except Exception:
-            self._fault(what)
-
-    def _fault(self, what: str) -> None:
-        """Log the exception in hand and count it. Call in an except block."""
-        logger.exception("vllm-ext: %s", what)
-        self._count("fallbacks:proposer_error")
-
-
-def _of_request(name: str) -> str:
-    return f"drafting failed for request {name}; it goes on without drafts in this step"
 
 
 def _rows(
     names: Sequence[str],
-    texts: Sequence[_Text | None],
+    texts: Sequence[Text | None],
     verified: Verified,
     emitted: Sequence[Sequence[int]],
 ) -> VerifiedRows:

@@ -9,7 +9,7 @@ is not ``p`` restricted step by step, the product of a request's weights is what
 Source: "Fast Controlled Generation from Language Models with Adaptive Weighted Rejection Sampling", COLM 2025 (arXiv
 2504.05410), the estimator of its code for two accepted tokens. There a geometric one takes its place where a token has
 two thirds of ``p`` or more; this one holds there too (the tests enumerate it), and asks at most once more. Added:
-where the constraint can also tell all that it allows, that is asked for after a number of rejections. Behind any
+where the constraint can also list all allowed tokens, that list is requested after a number of rejections. Behind any
 rejections the mean of the weight is ``Z``, which then is known, and the token's law that of ``p`` restricted.
 """
 

@@ -106,7 +106,7 @@ class Search:
         return self._passage.allowed(self._passage.behind(begun.tokens), begun.left, self._end)
 
     def tell(self, questions: Sequence[Question], answers: Sequence[Sequence[float]]) -> None:
-        """The log-probabilities of what was asked for last, at temperature 1, over the whole vocabulary."""
+        """Takes the log-probabilities of the last questions' tokens, at temperature 1, over the whole vocabulary."""
         for begun, question, answer in zip(self._asked, questions, answers, strict=True):
             places = self._passage.behind(begun.tokens)
             for token, logprob in zip(question.wanted.tolist(), map(float, answer), strict=True):

@@ -26,7 +26,7 @@ def image(seed: int) -> Image.Image:
     return Image.fromarray(np.random.default_rng(seed).integers(0, 255, size, dtype=np.uint8))
 
 
-# Prompt, its images, what is asked for, and the other prompt, in which are the same images or none.
+# Prompt, its images, the request's parameters, and the other prompt, in which are the same images or none.
 CASES: list[tuple[str, list[int], dict[str, Any], str]] = [
     (
         CHAT % "Hi! Who are you?",

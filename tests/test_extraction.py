@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The best span by vLLM's LLM: what is asked of it, and what becomes of its answers. No engine is started."""
+"""The best span by vLLM's LLM: the requests that it gets, and what becomes of its answers. No engine is started."""
 
 from __future__ import annotations
 

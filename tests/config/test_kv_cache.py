@@ -169,7 +169,7 @@ def test_blocks_are_smaller_and_requests_have_some_more() -> None:
 
 
 def test_blocks_are_handed_out_and_come_back() -> None:
-    """What is asked for before is what is taken; a request has its tail at every length, and nothing is lost."""
+    """As many blocks are taken as announced; a request has its tail at every length, and nothing is lost."""
     (spec,) = encoded_cache.encoded_specs(vllm_config(), {"one": stock_spec()}).values()
     pool = BlockPool(50, True, BLOCK)
     manager = encoded_cache.EncodedManager(spec, pool, True, 0, BLOCK)

@@ -48,7 +48,7 @@ def wrapped(console: Console, head: str, text: str) -> None:
     say(console, "\n".join(lines or [head.rstrip()]))
 
 
-# Exit codes of all commands: what was looked at is not in order; what was asked for could not be done.
+# Exit codes of all commands: a check has failed; the command could not be carried out.
 NOT_IN_ORDER, NOT_DONE = 1, 2
 
 

@@ -18,11 +18,11 @@ RECORDS = (".jsonl", ".parquet")
 
 
 class InputError(ValueError):
-    """An input that cannot be read as it was asked for; the message names file, value and way out."""
+    """An input that cannot be read with the given options; the message names file, value and way out."""
 
 
 class RecordError(InputError):
-    """A file of records does not hold what was asked for. One that a folder happens to hold is left out."""
+    """A file cannot be read as records with the requested field. In a folder, such a file is left out."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -79,7 +79,7 @@ def default(name: str) -> Proposer:
     return proposer.from_options(proposer.Options(), VOCAB)
 
 
-LEARNING = [name for name in METHODS if load_method(name).learned is not Proposer.learned]
+LEARNING = [name for name in METHODS if load_method(name).state_dict is not Proposer.state_dict]
 MAKE = {name: SMALL.get(name, functools.partial(default, name)) for name in LEARNING}
 
 

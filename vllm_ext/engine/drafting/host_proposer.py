@@ -60,7 +60,7 @@ class HostProposer:
         return name in self.known
 
     def propose(self, requests: Sequence[Request]) -> list[DraftTree]:
-        """A tree for each request; none for those at which the proposer fails. Call with the checkpointer's lock held."""
+        """A tree for each request; none for those at which it fails. Call with the checkpointer's lock held."""
         return propose_apart(self.proposer, requests, self.fault_of)
 
     def finish(self, request_id: str) -> bool:

@@ -22,7 +22,6 @@ assert not patched.replaced()
 plugin.register()
 assert patched.replaced() == {"vllm.engine.arg_utils.EngineArgs.create_engine_config"}
 for _ in range(2):
-    patches.allow_all_sampling_parameters("mine")
     patches.read_requests()
     patches.show_counters()
     patches.let_engines_end(1.0)

@@ -19,7 +19,6 @@ FALL_ASLEEP_SECONDS = 0.2
 # Functions of vLLM's, and what replaces them.
 REPLACED = {
     "vllm.engine.arg_utils.EngineArgs.create_engine_config": "rewrite_engine_args",
-    "vllm.sampling_params.SamplingParams._validate_spec_decode": "allow_all_sampling_parameters",
     "vllm.v1.engine.input_processor.InputProcessor.process_inputs": "read_requests",
     "vllm.v1.engine.llm_engine.LLMEngine.get_metrics": "show_counters",
     "vllm.v1.engine.utils.get_engine_process_shutdown_timeout": "let_engines_end",
@@ -71,27 +70,6 @@ def rewrite_engine_args(create: Callable[..., Any]) -> None:
     EngineArgs.create_engine_config = create_engine_config
 
 
-def allow_all_sampling_parameters(*drafters: str) -> None:
-    """Let requests use ``min_p`` and ``logit_bias`` next to our methods. Idempotent.
-
-    vLLM refuses them next to any speculation, because its rejection sampler does not apply them to draft
-    rows; the check is a method of SamplingParams that asks nobody. Ours verifies with the stock sampler,
-    which does. Engines whose speculative model is none of ``drafters`` keep vLLM's check.
-    """
-    from vllm.sampling_params import SamplingParams
-
-    original = SamplingParams._validate_spec_decode
-    if hasattr(original, "__wrapped__"):
-        return
-
-    @functools.wraps(original)
-    def _validate_spec_decode(self: Any, speculative_config: Any) -> None:
-        if speculative_config is None or speculative_config.model not in drafters:
-            original(self, speculative_config)
-
-    SamplingParams._validate_spec_decode = _validate_spec_decode
-
-
 def let_engines_end(seconds: float) -> None:
     """Wait for engines that shut down, where vLLM kills them at once. Idempotent.
 
@@ -132,7 +110,8 @@ def let_engines_end(seconds: float) -> None:
 
 
 def read_requests() -> None:
-    """Let rules with pairs see a request's prompt, strict servers its schema, and engines on V2 its lists. Idempotent.
+    """Let requests to our methods use ``min_p`` and ``logit_bias``, rules with pairs see a request's prompt, strict
+    servers its schema, and engines on V2 its lists. Idempotent.
 
     That is where they can refuse it with an HTTP 400. vLLM asks logits processors about a request's parameters alone,
     takes none of V1 next to its own speculation nor on its V2 runner, and knows no other place before the engine.
@@ -145,11 +124,14 @@ def read_requests() -> None:
         return
 
     @functools.wraps(original)
-    def process_inputs(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def process_inputs(
+        self: Any, request_id: str, prompt: Any, params: Any, *more: Any, **options: Any
+    ) -> Any:
         from vllm_ext.config import structured_outputs, v2_limits
-        from vllm_ext.engine import paired_requests
+        from vllm_ext.engine import paired_requests, sampling_params
 
-        request = original(self, *args, **kwargs)
+        validating = sampling_params.allowing_all(self, params)
+        request = original(validating, request_id, prompt, params, *more, **options)
         structured_outputs.check_request(self.vllm_config, request)
         paired_requests.prepare(self, request)
         v2_limits.check_request(self.vllm_config, request)

@@ -127,9 +127,9 @@ HOOKS = (
     ),
     Hook(
         "vllm.sampling_params",
-        "SamplingParams._validate_spec_decode",
-        ("self", "speculative_config"),
-        "lets requests use min_p and logit_bias",
+        "SamplingParams.verify",
+        ("self", "model_config", "speculative_config"),
+        "lets requests use min_p and logit_bias, where it is told of no speculation",
     ),
     Hook(
         "vllm.v1.attention.backends.registry",

@@ -1,11 +1,35 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What drafting needs to know of vLLM's SamplingParams."""
+"""What drafting needs to know of vLLM's SamplingParams, and which of them vLLM lets through."""
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
+from vllm_ext.config import speculative
 from vllm_ext.proposers.base import Sampling
+
+
+def allowing_all(processor: Any, params: Any) -> Any:
+    """What is to validate a request: next to a method of ours, one that allows ``min_p`` and ``logit_bias``.
+
+    vLLM refuses them next to any speculation, because its rejection sampler does not apply them to draft rows. Ours
+    verifies with the stock sampler, which does. A copy that knows of no speculation lets them through; it lives for
+    one request, so other threads, and engines with methods of vLLM's own, keep vLLM's check.
+
+    Args:
+        processor: vLLM's InputProcessor.
+        params: of the request, vLLM's SamplingParams or PoolingParams.
+    """
+    if not (getattr(params, "min_p", 0) or getattr(params, "logit_bias", None)):
+        return processor
+    if speculative.SPECULATION not in speculative.ours(processor.vllm_config):
+        return processor
+    if params.trace_decode_token_ids is not None:  # vLLM refuses that next to speculation, and rightly
+        return processor
+    validating = copy.copy(processor)
+    validating.speculative_config = None
+    return validating
 
 
 def sampling_of(params: Any) -> Sampling:

@@ -91,7 +91,7 @@ class Speculation(Feature):
             second_model.check(vllm_config, settings.options)
         if isinstance(settings.options, SelfDraftOptions):
             layer_slices.check(vllm_config, settings)
-        patches.allow_all_sampling_parameters(class_paths.DRAFTER, class_paths.DEVICE_DRAFTER)
+        patches.read_requests()
         # Not before: vLLM chooses one itself, and knows its own by name while it does.
         parallel = vllm_config.parallel_config
         if not asked.on_v2 and parallel.distributed_executor_backend == "mp":

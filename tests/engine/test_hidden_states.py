@@ -18,9 +18,12 @@ LAYERS = [0, 1, 15, 30]
 def capture(worker: Any, layers: list[int]) -> None:
     """Keep, of each step, the positions of the rows with logits, their hidden states and what the last layer says."""
     from vllm_ext.engine.models.hidden_states import HiddenStates
+    from vllm_ext.engine.v1 import steering_runner
     from vllm_ext.engine.v1.aux_logits import StepAuxLogits
 
     runner = worker.model_runner
+    worker.without = type(runner)
+    steering_runner.install(runner)  # as where a rule reads layers
     read = HiddenStates.of_target(runner, layers)
     runner.aux_logits = StepAuxLogits(runner.model_config.get_vocab_size(), read, None, runner.requests)
     worker.kept, sample = [], runner._sample
@@ -40,6 +43,8 @@ def release(worker: Any) -> Any:
     runner = worker.model_runner
     runner.aux_logits, runner.use_aux_hidden_state_outputs = None, False
     runner.get_model().set_aux_hidden_state_layers(())
+    runner.__class__ = worker.without
+    del runner._sample
     return worker.kept
 
 

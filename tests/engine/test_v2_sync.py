@@ -227,6 +227,7 @@ FILES = (
         for file in sorted(ENGINE.glob("v2/*.py"))
         if file.name not in ("logits_processor.py", "host_drafter.py")
     ),
+    ENGINE / "scheduler/budget.py",
     *sorted(ENGINE.glob("attention/*_captured.py")),
     ROOT / "proposers/token_recycling_device.py",
     *(ROOT / "kernels" / name for name in ("device_trees.py", "device_trees_triton.py")),

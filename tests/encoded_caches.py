@@ -38,6 +38,7 @@ CODECS: dict[str, KVCodec] = {
     "actqkv of all": make("actqkv", budget=6400, coverage=1.0),
     "spherical 3": make("spherical", bits=3),
     "spherical 5, long": make("spherical", 128, bits=5),
+    "a window that ends in a block": make("streaming_llm", window=100),
     "no sinks": make("streaming_llm", window=128, sinks=0),
 }
 

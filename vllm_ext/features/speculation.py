@@ -73,8 +73,7 @@ class Speculation(Feature):
         if asked.method is None:
             return ()
         if asked.on_v2:
-            chosen = vllm_config.speculative_config.num_speculative_tokens_per_batch_size is not None
-            return ("Budget",) if chosen else ()
+            return ("Budget",) if _has_levels(vllm_config) else ()
         passes = isinstance(asked.method.options, PassOptions)
         return "DraftCounts", "DraftSlots" if passes else "StructuredDrafts"
 
@@ -96,8 +95,7 @@ class Speculation(Feature):
         parallel = vllm_config.parallel_config
         if not asked.on_v2 and parallel.distributed_executor_backend == "mp":
             parallel.distributed_executor_backend = class_paths.EXECUTOR
-        chosen = vllm_config.speculative_config.num_speculative_tokens_per_batch_size is not None
-        if asked.on_v2 and settings.options.budget != "fixed" and not chosen:
+        if asked.on_v2 and settings.options.budget != "fixed" and not _has_levels(vllm_config):
             logger.warning(
                 "vllm-ext: budget=%r has no effect with data_parallel_size=%d on the V2 model runner: ranks must have "
                 "equally many drafts. Each step verifies num_speculative_tokens=%d.",
@@ -109,6 +107,11 @@ class Speculation(Feature):
         logger.info("vllm-ext: model runner %s: %s", asked.runner.runner, asked.runner.reason)
         if asked.on_v2 and not runners.is_on_device(settings):
             logger.info("vllm-ext: %s: %s", settings.method, runners.WAITS)
+
+
+def _has_levels(vllm_config: Any) -> bool:
+    """Whether steps on V2 may have fewer nodes than there are."""
+    return vllm_config.speculative_config.num_speculative_tokens_per_batch_size is not None
 
 
 def _with_default_nodes(settings: Settings) -> Settings:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Schedulers and workers of parts: only what was asked for, in the table's order, under a name that says so."""
+"""Schedulers and workers of parts: only those that an engine asks for, in the table's order, named in the class."""
 
 from __future__ import annotations
 

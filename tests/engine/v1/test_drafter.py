@@ -158,11 +158,7 @@ class Runner:
         # vLLM's buffer is longer than the batch.
         self.query_start_loc = SimpleNamespace(np=np.array([*ends, *[ends[-1]] * 3], dtype=np.int32))
         self.step_started = 0.0
-        self.paired_rows = PairedRows()
         self.pairs: list[tuple[int, int]] = []
-
-    def is_pair(self, request_id: str) -> bool:
-        return request_id in self.paired_rows
 
 
 def step(
@@ -230,9 +226,10 @@ def test_rows_of_a_mixed_batch(drafter: Drafter, recorder: Recorder) -> None:
 def test_a_pair_is_given_its_primarys_drafts(drafter: Drafter, recorder: Recorder) -> None:
     """Its tokens are its primary's: counted once, learnt from once, and nothing is drafted for it."""
     runner = Runner({"a": ([1, 3], [4, 5, 6], params()), "a's": ([3], [4, 5, 6], params())}, [[4, 5], [4, 5]])
-    runner.paired_rows.admit("a's", SimpleNamespace(extra_args={PRIMARY: "a"}))
-    runner.paired_rows.begin({"a": 0, "a's": 1}, [0, 2, 4], [True, True])
-    runner.pairs = runner.paired_rows.pairs
+    rows = PairedRows()
+    rows.admit("a's", SimpleNamespace(extra_args={PRIMARY: "a"}))
+    rows.begin({"a": 0, "a's": 1}, [0, 2, 4], [True, True])
+    runner.pairs = rows.pairs
     assert step(drafter, runner, [1, 1], [[5, 6], [5, 6]]) == [[7, 8, 9], [7, 8, 9]]
     assert drafter.proposed["a's"] is drafter.proposed["a"]
     assert [request.request_id for request in recorder.requests] == ["a"]

@@ -46,7 +46,7 @@ class LogitsTap:
         return top[0]
 
     def take(self) -> Tapped | None:
-        """What was read of this step; None where nothing was."""
+        """This step's, once; None where its logits were not read."""
         tapped, self._tapped = self._tapped, None
         return tapped
 

@@ -3,22 +3,13 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
-from vllm_ext.config import rules
+from vllm_ext.engine.scheduler.ruled import Ruled
 
 
-class CompanionBlocks:
+class CompanionBlocks(Ruled):
     """Gives requests that the companion reads along with a cache salt: others' blocks lack its KV."""
-
-    vllm_config: Any
-
-    @functools.cached_property
-    def _ruled(self) -> rules.RuleSettings:
-        settings = rules.of_vllm_config(self.vllm_config)
-        assert settings is not None
-        return settings
 
     def add_request(self, request: Any) -> None:
         if self._ruled.reads_companion(request.sampling_params):

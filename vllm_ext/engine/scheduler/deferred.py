@@ -9,13 +9,13 @@ such a request is put one token back. So they are in step whatever happens to ei
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
 from vllm import outputs as vllm_outputs
 from vllm.logger import init_logger
-from vllm.v1.request import RequestStatus
+from vllm.v1.request import Request, RequestStatus
 
 from vllm_ext.engine import step_extras
 
@@ -140,3 +140,28 @@ class DeferredTokens:
             ended[name] = vllm_outputs.RequestError(code="validation_error", message=why)
         else:
             ended.add(name)
+
+
+def made_for(request: Any, name: str, tokens: Sequence[int], params: Any, **more: Any) -> Request:
+    """A request of the engine's own, in the queue where the user's request is.
+
+    Args:
+        request: the user's, vLLM's Request.
+        name: its id.
+        tokens: its prompt.
+        params: its SamplingParams.
+        more: of vLLM's Request.
+    """
+    return Request(
+        request_id=name,
+        prompt_token_ids=tokens,
+        sampling_params=params,
+        pooling_params=None,
+        client_index=request.client_index,
+        arrival_time=request.arrival_time,
+        lora_request=request.lora_request,
+        cache_salt=request.cache_salt,
+        priority=request.priority,
+        block_hasher=request._block_hasher,
+        **more,
+    )

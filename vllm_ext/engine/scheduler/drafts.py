@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What drafts need of the scheduler, beside what vLLM does for its own."""
+"""KV slots and counts of drafts, which vLLM has for its own methods only."""
 
 from __future__ import annotations
 

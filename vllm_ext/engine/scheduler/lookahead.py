@@ -11,12 +11,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from vllm.v1.request import Request
-
 from vllm_ext.config import rules
 from vllm_ext.data.model_files import ModelVocabulary
 from vllm_ext.engine import paired_requests, sampling_params, step_extras
-from vllm_ext.engine.scheduler.deferred import DeferredTokens
+from vllm_ext.engine.scheduler.deferred import DeferredTokens, made_for
+from vllm_ext.engine.scheduler.ruled import Ruled
 from vllm_ext.samplers.steering import Candidate, Deferral, LookaheadRule
 
 
@@ -30,20 +29,16 @@ class _Lookahead:
     running: dict[str, int] = field(default_factory=dict)  # of requests that have not ended, their candidate
 
 
-class LookaheadRequests(DeferredTokens):
+class LookaheadRequests(Ruled, DeferredTokens):
     """Adds them, and tells the worker what has come of them."""
-
-    vllm_config: Any
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._stops: list[int] = []  # tokens behind which none goes on
-        settings = rules.of_vllm_config(self.vllm_config)
-        if settings is not None and settings.looks_ahead:
-            loaded = rules.load(settings.as_json, ModelVocabulary.of(self.vllm_config.model_config))
-            self._stops = [
-                stop for rule in loaded.values() if isinstance(rule, LookaheadRule) for stop in rule.stops
-            ]
+        loaded = rules.load(self._ruled.as_json, ModelVocabulary.of(self.vllm_config.model_config))
+        # Tokens behind which none goes on.
+        self._stops = [
+            stop for rule in loaded.values() if isinstance(rule, LookaheadRule) for stop in rule.stops
+        ]
         self._lookaheads: dict[str, _Lookahead] = {}  # by request id
         self._trunks: dict[str, str] = {}  # by lookahead request's id, whose it is
         self._choices: dict[str, tuple[int, int]] = {}  # by request id, what the worker is to be told
@@ -91,18 +86,7 @@ class LookaheadRequests(DeferredTokens):
             own.prompt_logprobs = None
             own.extra_args = {paired_requests.TRUNK: request.request_id}
             name = f"{request.request_id}-ahead-{deferral.at}-{index}"
-            ahead = Request(
-                request_id=name,
-                prompt_token_ids=[*request.all_token_ids, candidate.token],
-                sampling_params=own,
-                pooling_params=None,
-                client_index=request.client_index,
-                arrival_time=request.arrival_time,
-                lora_request=request.lora_request,
-                cache_salt=request.cache_salt,
-                priority=request.priority,
-                block_hasher=request._block_hasher,
-            )
+            ahead = made_for(request, name, [*request.all_token_ids, candidate.token], own)
             found.running[name] = index
             self._trunks[name] = request.request_id
             scheduler.add_request(ahead)

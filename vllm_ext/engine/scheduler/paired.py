@@ -9,10 +9,9 @@ from __future__ import annotations
 from typing import Any
 
 from vllm import SamplingParams
-from vllm.v1.request import Request
 
 from vllm_ext.engine import paired_requests
-from vllm_ext.engine.scheduler.deferred import DeferredTokens
+from vllm_ext.engine.scheduler.deferred import DeferredTokens, made_for
 
 
 class PairedRequests(DeferredTokens):
@@ -45,19 +44,8 @@ class PairedRequests(DeferredTokens):
             detokenize=False,
             extra_args={paired_requests.PRIMARY: request.request_id},
         )
-        pair = Request(
-            request_id=name,
-            prompt_token_ids=prompt,
-            sampling_params=own,
-            pooling_params=None,
-            mm_features=paired_requests.features_of(request.mm_features, offsets),
-            client_index=request.client_index,
-            arrival_time=request.arrival_time,
-            lora_request=request.lora_request,
-            cache_salt=request.cache_salt,
-            priority=request.priority,
-            block_hasher=request._block_hasher,
-        )
+        features = paired_requests.features_of(request.mm_features, offsets)
+        pair = made_for(request, name, prompt, own, mm_features=features)
         self._pairs[request.request_id], self._primaries[name] = name, request.request_id
         stock.add_request(pair)
 

@@ -11,29 +11,22 @@ import functools
 import math
 from typing import Any
 
-from vllm_ext.config import rules
 from vllm_ext.engine import step_extras
+from vllm_ext.engine.scheduler.ruled import Ruled
 
 REPORT = "vllm_ext"  # the key of what a request's rules have to say
 
 
-class RuleReports:
+class RuleReports(Ruled):
     """Adds up what rules note of tokens."""
 
     # vLLM's.
     requests: dict[str, Any]
-    vllm_config: Any
 
     @functools.cached_property
     def _notes(self) -> dict[str, dict[int, float]]:
         """By request id, by place in the output: rows whose token is thrown away (a prompt's parts) are replaced."""
         return {}
-
-    @functools.cached_property
-    def _ruled(self) -> rules.RuleSettings:
-        settings = rules.of_vllm_config(self.vllm_config)
-        assert settings is not None
-        return settings
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
         for name, notes in step_extras.of(model_runner_output).notes.items():

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from typing import Any
 
@@ -19,6 +20,10 @@ class StructuredDrafts:
     structured_output_manager: Any
     vllm_config: Any
 
+    @functools.cached_property
+    def _worker_masks(self) -> bool:
+        return grammar.in_worker(self.vllm_config)
+
     def add_request(self, request: Any) -> None:
         """vLLM's; the request says which backend it really has, which with ``auto`` is that of the first of all."""
         if request.use_structured_output:
@@ -29,7 +34,7 @@ class StructuredDrafts:
     def update_draft_token_ids(self, draft_token_ids: DraftTokenIds) -> None:
         """vLLM's, which would cut a tree to the legal chain that it begins with."""
         stock: Any = super()
-        if not grammar.in_worker(self.vllm_config):
+        if not self._worker_masks:
             stock.update_draft_token_ids(draft_token_ids)
             return
         others: tuple[list[str], list[list[int]]] = ([], [])
@@ -49,7 +54,7 @@ class StructuredDrafts:
     def get_grammar_bitmask(self, scheduler_output: Any) -> Any:
         """vLLM's, of requests without drafts; -1 is what it fills rows up with."""
         drafts = scheduler_output.scheduled_spec_decode_tokens
-        if grammar.in_worker(self.vllm_config) and drafts:
+        if self._worker_masks and drafts:
             scheduled = {
                 name: count
                 for name, count in scheduler_output.num_scheduled_tokens.items()

@@ -139,7 +139,10 @@ class Drafter:
         drafts: list[list[int]] = [[] for _ in sampled]
         names = runner.input_batch.req_ids
         # Pairs get their primaries' tokens and drafts: nobody counts those, learns from them or drafts them again.
-        own = [[] if runner.is_pair(name) else tokens for name, tokens in zip(names, sampled, strict=True)]
+        own = sampled
+        if runner.pairs:
+            pairs = {pair for _, pair in runner.pairs}
+            own = [[] if slot in pairs else tokens for slot, tokens in enumerate(sampled)]
         # What follows an end token never reaches the output: nobody counts it, learns from it or hands it on.
         kept = [
             sampling_params.num_kept(runner.requests[request_id].sampling_params, tokens)

@@ -174,7 +174,7 @@ class _Rounds:
             self._masks.apply(logits, requests, emitted)
         if self._runner.aux_logits is not None:
             self._runner.aux_logits.call(index.to(self._logits.device))
-        noise = self._runner.noise(requests) if self._runner.may_defer else {}
+        noise = self._runner.noise(requests)
         output = self._sampler(logits=logits, sampling_metadata=metadata)
         if output.logprobs_tensors is not None:
             self._parts.append((list(requests), output.logprobs_tensors))

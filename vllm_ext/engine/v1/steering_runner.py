@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -60,13 +59,6 @@ class RuledRunner(UndrawnNoise):
                 self.aux_logits.pair_rows = torch.tensor(rows, device=self.logits_rows.device)
         return super().sample_tokens(grammar_output)
 
-    def noise(self, requests: Iterable[int]) -> dict[int, torch.Tensor]:
-        """States of some requests' seeded generators, where a row may have to give back what it has drawn."""
-        generators = self.input_batch.generators
-        if not self.may_defer or not generators:
-            return {}
-        return {index: generators[index].get_state() for index in requests if index in generators}
-
     def defer(self, index: int, deferral: Deferral | None) -> bool:
         """A request's next token is put off; False where it would have got none anyway."""
         if self.discard_request_mask.np[index]:
@@ -85,9 +77,6 @@ class RuledRunner(UndrawnNoise):
         discarded[paired.held] = True
         self.pairs = paired.pairs
         return rows
-
-    def is_pair(self, request_id: str) -> bool:
-        return self.paired_rows is not None and request_id in self.paired_rows
 
     def _row_start(self) -> list[int]:
         """Where each request's rows with logits begin: ``[num_requests + 1]``."""

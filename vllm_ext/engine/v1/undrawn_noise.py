@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,17 +31,18 @@ class UndrawnNoise:
     _aside: dict[int, torch.Generator]  # of the step's requests that get no token
 
     def sample_tokens(self, grammar_output: Any) -> Any:
-        generators = self.input_batch.generators
-        if not generators:
-            self._aside = {}
-            return super().sample_tokens(grammar_output)  # type: ignore[misc]
-        discarded = self.discard_request_mask.np[: self.input_batch.num_reqs].nonzero()[0].tolist()
-        self._aside = {index: generators.pop(index) for index in discarded if index in generators}
+        generators, self._aside = self.input_batch.generators, {}
+        if generators:
+            discarded = self.discard_request_mask.np[: self.input_batch.num_reqs].nonzero()[0].tolist()
+            self._aside = {index: generators.pop(index) for index in discarded if index in generators}
         try:
             return super().sample_tokens(grammar_output)  # type: ignore[misc]
         finally:
             generators.update(self._aside)
 
-    def is_pair(self, request_id: str) -> bool:
-        """Whether a request reads another's answer behind a prompt of its own."""
-        return False
+    def noise(self, requests: Iterable[int]) -> dict[int, torch.Tensor]:
+        """States of some requests' seeded generators, where a row may have to give back what it has drawn."""
+        generators = self.input_batch.generators
+        if not self.may_defer or not generators:
+            return {}
+        return {index: generators[index].get_state() for index in requests if index in generators}

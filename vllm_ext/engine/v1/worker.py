@@ -6,67 +6,37 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from vllm.logger import init_logger
-
 from vllm_ext import patches
-from vllm_ext.compat import hooks, hooks_v1
-from vllm_ext.config import kv_cache, rules, speculative
-from vllm_ext.engine import metrics, process_exit, rule_faults, step_extras
+from vllm_ext.compat import hooks_v1
+from vllm_ext.config import rules, speculative
+from vllm_ext.engine import metrics, rule_faults, step_extras
 from vllm_ext.engine.attention import tree_backend
-from vllm_ext.engine.counter_file import WorkerCounts
 from vllm_ext.engine.models import cpu_linear
 from vllm_ext.engine.startup_log import MIN_P, Started, without
 from vllm_ext.engine.state.keeper import Checkpointer
 from vllm_ext.engine.v1 import logits_processor, model_runner, steering_runner
 from vllm_ext.engine.v1.drafter import Drafter
-
-logger = init_logger("vllm.vllm_ext")
-
-
-class WorkerPart:
-    """What every part does: it refuses a vLLM that has moved, logs what is served, and ends the process at once."""
-
-    # vLLM's.
-    vllm_config: Any
-    model_runner: Any
-
-    def init_device(self) -> None:
-        """vLLM's; before it any model could be loaded for nothing."""
-        process_exit.watch()
-        hooks.check_hooks(hooks_v1.HOOKS)
-        super().init_device()  # type: ignore[misc]
-
-    def compile_or_warm_up_model(self) -> Any:
-        """vLLM's last step before serving; then the log says what is served."""
-        times = super().compile_or_warm_up_model()  # type: ignore[misc]
-        self.make_ready()
-        if self.vllm_config.parallel_config.rank == 0:
-            logger.info("%s", self.started())
-        return times
-
-    def make_ready(self) -> None:
-        """What is left to do before the first request."""
-
-    def started(self) -> Started:
-        """What is served, for the log."""
-        ruled, kv = rules.of_vllm_config(self.vllm_config), kv_cache.from_config(self.vllm_config)
-        return Started(
-            rules=() if ruled is None else list(ruled.options), kv=None if kv is None else kv.method
-        )
-
-    def shutdown(self) -> None:
-        """vLLM's. Also called when start-up has failed, at any point of it."""
-        super().shutdown()  # type: ignore[misc]
-        process_exit.may_leave()
+from vllm_ext.engine.worker_part import WorkerPart
 
 
-class EncodedCache(WorkerPart):
+class Part(WorkerPart):
+    """On V1."""
+
+    HOOKS = hooks_v1.HOOKS
+
+
+class EncodedCache(Part):
     """Encodes the KV cache, or evicts from it."""
 
-    def init_device(self) -> None:
-        from vllm_ext.engine.kv_cache import encoded_cache, selection
+    def register(self) -> None:
+        from vllm_ext.engine.kv_cache import encoded_cache
 
         encoded_cache.register()
+        super().register()
+
+    def init_device(self) -> None:
+        from vllm_ext.engine.kv_cache import selection
+
         super().init_device()
         codec = selection.codec_of(self.vllm_config)
         if codec is not None:
@@ -79,11 +49,11 @@ class EncodedCache(WorkerPart):
         return encoded_cache.encoded_specs(self.vllm_config, super().get_kv_cache_spec())  # type: ignore[misc]
 
 
-class Rules(WorkerPart):
+class Rules(Part):
     """Rules may report, learn, read more than logits, or fail."""
 
     _checkpointers: Sequence[Checkpointer] = ()
-    _counts: WorkerCounts | None = None  # without a method of ours, of the first rank
+    _counters: metrics.Counters | None = None  # without a method of ours
     _reports = False
 
     def init_device(self) -> None:
@@ -107,10 +77,8 @@ class Rules(WorkerPart):
         drafter = getattr(self.model_runner, "drafter", None)
         if isinstance(drafter, Drafter):
             return drafter.count
-        if self.vllm_config.parallel_config.rank == 0:
-            self._counts = metrics.worker_counts(self.vllm_config)
-        counts = self._counts
-        return lambda counter: None if counts is None else counts.add({counter: 1})
+        self._counters = metrics.Counters(self.vllm_config)
+        return self._counters.count
 
     def make_ready(self) -> None:
         """Compile what rules read."""
@@ -134,20 +102,23 @@ class Rules(WorkerPart):
     def shutdown(self) -> None:
         """Save what was learnt, then vLLM's own."""
         try:
-            for memory in self._checkpointers:
-                memory.close()
-            if self._counts is not None:
-                self._counts.remove()
+            for checkpointer in self._checkpointers:
+                checkpointer.close()
+            if self._counters is not None:
+                self._counters.close()
         finally:
             super().shutdown()
 
 
-class Speculation(WorkerPart):
+class Speculation(Part):
     """Runs a method of ours."""
+
+    def register(self) -> None:
+        tree_backend.register()
+        super().register()
 
     def init_device(self) -> None:
         """vLLM's, then our runner."""
-        tree_backend.register()
         model_config = self.vllm_config.model_config
         # vLLM refuses them next to speculation, as its rejection sampler applies none; ours applies all.
         processors, model_config.logits_processors = model_config.logits_processors, None

@@ -14,16 +14,18 @@ WHERE = pytest.mark.parametrize("where", [START, MIDDLE, TREE])
 FEW = pytest.mark.parametrize("where", [START, pytest.param(MIDDLE, marks=pytest.mark.slow), TREE])
 
 
-def _processors(worker: Any) -> list[Any]:
+def rule_processor(worker: Any) -> Any:
+    """The worker's one processor of rules, on either runner."""
     runner = worker.model_runner
     on_v2 = hasattr(runner, "req_states")
     found = runner.sampler.logits_processors if on_v2 else runner.input_batch.logitsprocs.all
-    return [each for each in found if hasattr(each, "take_faults") or hasattr(each, "paused")]
+    (processor,) = [each for each in found if hasattr(each, "_rules")]
+    return processor
 
 
 def break_rule(worker: Any, name: str, prompt: list[int], where: str, hook: str) -> None:
     """Let a rule raise for the request with a prompt."""
-    (processor,) = _processors(worker)
+    processor = rule_processor(worker)
     rule = processor._rules[name]
     right = getattr(rule, hook)
 
@@ -54,8 +56,7 @@ def break_rule(worker: Any, name: str, prompt: list[int], where: str, hook: str)
 
 
 def mend_rule(worker: Any, name: str, hook: str) -> None:
-    (processor,) = _processors(worker)
-    delattr(processor._rules[name], hook)
+    delattr(rule_processor(worker)._rules[name], hook)
 
 
 def tokens_of(llm: Any, count: int) -> list[list[int]]:

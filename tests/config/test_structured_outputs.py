@@ -140,9 +140,9 @@ def test_requests_are_looked_at_where_they_are_taken_in(
     """With vLLM's own speculation, with ours, and with none."""
     taken: list[Any] = []
 
-    def process_inputs(self: Any, request: Any) -> Any:
-        taken.append(request)
-        return request
+    def process_inputs(self: Any, request_id: str, prompt: Any, params: Any) -> Any:
+        taken.append(SimpleNamespace(sampling_params=params))
+        return taken[-1]
 
     monkeypatch.setattr(InputProcessor, "process_inputs", process_inputs)
     plugin.register()
@@ -152,16 +152,16 @@ def test_requests_are_looked_at_where_they_are_taken_in(
     processor = object.__new__(InputProcessor)
     processor.vllm_config = config
 
-    def request(schema: Any) -> Any:
+    def take(schema: Any) -> Any:
         structured = StructuredOutputsParams(json=json.dumps(schema))
-        return SimpleNamespace(sampling_params=SamplingParams(structured_outputs=structured))
+        return processor.process_inputs("1", "a prompt", SamplingParams(structured_outputs=structured))
 
-    assert processor.process_inputs(request(WHOLE)) is taken[0]
+    assert take(WHOLE) is taken[0]
     with pytest.raises(VLLMValidationError, match="only in part"):
-        processor.process_inputs(request(IN_PART))
+        take(IN_PART)
     assert len(taken) == 2  # vLLM's own refusals come first
     config.additional_config = {}
-    processor.process_inputs(request(IN_PART))
+    take(IN_PART)
 
 
 @pytest.mark.parametrize("backend", ["outlines", "lm-format-enforcer"])

@@ -517,9 +517,7 @@ def test_what_takes_too_long_ends_its_request(request: pytest.FixtureRequest, wh
 
 
 def limit_compiling(worker: Any, seconds: float) -> None:
-    for processor in worker.model_runner.input_batch.logitsprocs.all:
-        if hasattr(processor, "paused"):
-            processor._rules["awrs"]._grammars._seconds = seconds
+    rule_faults.rule_processor(worker)._rules["awrs"]._grammars._seconds = seconds
 
 
 @pytest.mark.parametrize("given", [{"asap_regex": "[a-e]{9}"}, {"awrs_regex": "[a-f]{9}"}])
@@ -538,22 +536,18 @@ def forget_grammars(worker: Any) -> None:
     """And let the next ones take a while."""
     from vllm_ext.samplers.kept import Kept
 
-    for processor in worker.model_runner.input_batch.logitsprocs.all:
-        if hasattr(processor, "paused"):
-            for name in ("asap", "awrs"):
-                rule = processor._rules[name]
-                making = rule._grammars._making
-                making.kept = Kept(64 << 20, lambda grammar: grammar.num_bytes)
-                making._pool.submit(time.sleep, 0.4)
-            processor._rules["asap"]._futures.clear()
-            processor._rules["asap"]._num_bytes = 0
+    rules = rule_faults.rule_processor(worker)._rules
+    for name in ("asap", "awrs"):
+        making = rules[name]._grammars._making
+        making.kept = Kept(64 << 20, lambda grammar: grammar.num_bytes)
+        making._pool.submit(time.sleep, 0.4)
+    forget_futures(worker)
 
 
 def forget_futures(worker: Any) -> None:
-    for processor in worker.model_runner.input_batch.logitsprocs.all:
-        if hasattr(processor, "paused"):
-            processor._rules["asap"]._futures.clear()
-            processor._rules["asap"]._num_bytes = 0
+    rule = rule_faults.rule_processor(worker)._rules["asap"]
+    rule._futures.clear()
+    rule._num_bytes = 0
 
 
 def properties(count: int) -> str:

@@ -81,7 +81,7 @@ def counters(llm: Any) -> dict[str, int]:
     return result
 
 
-@pytest.mark.parametrize("fixture", ["tested_llm", "hybrid_llm"])
+@pytest.mark.parametrize("fixture", ["tested_llm", pytest.param("hybrid_llm", marks=pytest.mark.slow)])
 def test_all_states_in_one_batch(
     plain_llm: Any, fixture: str, enough: int, request: pytest.FixtureRequest
 ) -> None:

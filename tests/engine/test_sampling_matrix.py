@@ -81,7 +81,13 @@ def compare(expected: Sequence[Any], actual: Sequence[Any]) -> None:
             assert_same_logprobs(left, right)
 
 
-@pytest.mark.parametrize("name", OPTIONS)
+# The others are in one batch below.
+ALONE = {"hot", "stop", "logprobs-seeded", "n"}
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in ALONE else pytest.param(name, marks=pytest.mark.slow) for name in OPTIONS]
+)
 def test_option(plain_llm: Any, tested_llm: Any, name: str) -> None:
     prompts = own_prompts()[:4]
     expected = chat(plain_llm, prompts, 4, [OPTIONS[name]], 24)
@@ -91,7 +97,7 @@ def test_option(plain_llm: Any, tested_llm: Any, name: str) -> None:
     compare(expected[:per_prompt], chat(tested_llm, prompts[:1], 1, [OPTIONS[name]], 24))
 
 
-@pytest.mark.parametrize("fixture", ["tested_llm", "hybrid_llm"])
+@pytest.mark.parametrize("fixture", ["tested_llm", pytest.param("hybrid_llm", marks=pytest.mark.slow)])
 def test_all_options_in_one_batch(
     plain_llm: Any, fixture: str, enough: int, request: pytest.FixtureRequest
 ) -> None:

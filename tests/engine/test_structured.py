@@ -88,7 +88,13 @@ def check_same(plain: Any, llm: Any, given: list[SamplingParams]) -> None:
     assert counters(llm)["fallbacks:proposer_error"] == before["fallbacks:proposer_error"]
 
 
-@pytest.mark.parametrize("name", CONSTRAINTS)
+# The others are in one batch below.
+ALONE = {"json", "script"}
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in ALONE else pytest.param(name, marks=pytest.mark.slow) for name in CONSTRAINTS]
+)
 def test_same_as_plain(plain_llm: Any, tested_llm: Any, name: str) -> None:
     """One constraint under all kinds of sampling, beside a free request; then a request alone."""
     given = [params(CONSTRAINTS[name], sampling) for sampling in SAMPLING] + [params(None, GREEDY)]

@@ -1,12 +1,14 @@
 #!/usr/bin/env bash
 # The engine tests of exactness, once for every method: six minutes each, or twenty of a slow core. Arguments: methods, as
-# names or JSON objects without spaces; none: every method of the registry.
+# names or JSON objects without spaces; none: every method of the registry. What plain vLLM answers is computed once.
+# PLAIN_ANSWERS: a folder that keeps it for the next call, on the same machine and vLLM.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 export HF_HUB_OFFLINE=1 VLLM_CPU_KVCACHE_SPACE=${VLLM_CPU_KVCACHE_SPACE:-1}
 tests=$(printf 'tests/engine/test_%s.py ' lossless sampling_matrix invariants stress slice structured)
-store=$(mktemp -d)/store
-trap 'rm -rf "$(dirname "$store")"' EXIT
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+store=$work/store
 methods=${*:-$(.venv/bin/python -c 'from vllm_ext.proposers.registry import METHODS; print(*METHODS)')}
 with_options='import json, sys
 from vllm_ext.proposers.registry import load_method
@@ -24,5 +26,5 @@ for method in $methods; do
     esac
     # shellcheck disable=SC2086
     .venv/bin/python -m pytest -q -m engine $tests tests/engine/test_state_engine.py::test_a_second_start_is_warm_and_lossless \
-        --method "$given"
+        --method "$given" --plain-answers "${PLAIN_ANSWERS:-$work/plain}"
 done

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # The test suite, for `make test`, or with the argument `all` for `make test-all`. An engine works on one core, so two
 # lanes, each bound to its own, take the parts in turn, the longest first. Each part's output comes whole when it is done.
+# One thread a process: two would wait for each other's turn on a core that the other lane keeps busy, a hundred times as long.
 # PYTHON: the environment's python.
 set -uo pipefail
 cd "$(dirname "$0")/.."
@@ -20,7 +21,7 @@ run() { # part: its tests
 }
 
 lane() { # core
-    export VLLM_CPU_OMP_THREADS_BIND=$1
+    export VLLM_CPU_OMP_THREADS_BIND=$1 OMP_NUM_THREADS=1
     for number in "${!parts[@]}"; do
         mkdir "$work/$number" 2>/dev/null || continue # the other lane has it
         echo "begun: ${parts[number]}"

@@ -14,6 +14,7 @@ import pytest
 import slices
 from distribution import BLOCK_SIZE
 from helpers import MAX_MODEL_LEN
+from recorded import RecordedLLM
 
 # Read by vLLM when it is imported and inherited by every engine the tests start.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -47,17 +48,30 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="name or JSON object: what the engine tests test instead of Token Recycling, see scripts/matrix.sh",
     )
     parser.addoption(
+        "--plain-answers",
+        type=Path,
+        help="folder: what plain vLLM has answered here is not asked again, see scripts/matrix.sh",
+    )
+    parser.addoption(
         "--kv",
         default='{"method": "kivi"}',
         help="JSON object: how tests/engine/test_kv_cache_engine.py keep KV",
     )
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
-        fixtures = set(getattr(item, "fixturenames", ()))
+        fixtures = {*getattr(item, "fixturenames", ()), *_parameters(item)}
         if {"plain_llm", "tested_llm", "hybrid_llm"} & fixtures or item.path.name in BESIDE_SHARED:
             item.add_marker("shared")
+        if "hybrid_llm" in fixtures and config.getoption("--method"):
+            item.add_marker(pytest.mark.skip("has a method of its own, whatever --method is"))
+
+
+def _parameters(item: pytest.Item) -> list[str]:
+    """Those of a test that are text: some name a fixture."""
+    given = item.callspec.params.values() if hasattr(item, "callspec") else ()
+    return [each for each in given if isinstance(each, str)]
 
 
 @pytest.fixture(autouse=True)
@@ -209,9 +223,18 @@ def v2_either(request: pytest.FixtureRequest) -> Any:
 
 
 @pytest.fixture(scope="session")
-def plain_llm(model_dir: str) -> Iterator[Any]:
-    """A float32 engine without speculation: the reference of every comparison."""
+def plain_engine(model_dir: str) -> Iterator[Any]:
+    """A float32 engine without speculation."""
     yield from engine(model_dir)
+
+
+@pytest.fixture(scope="session")
+def plain_llm(model_dir: str, request: pytest.FixtureRequest) -> Any:
+    """What it answers: the reference of every comparison."""
+    folder = request.config.getoption("--plain-answers")
+    if folder is None:
+        return request.getfixturevalue("plain_engine")
+    return RecordedLLM(folder, model_dir, lambda: request.getfixturevalue("plain_engine"))
 
 
 @pytest.fixture(scope="session")

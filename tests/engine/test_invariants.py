@@ -216,9 +216,9 @@ def test_rows_positions_and_growth(
     assert seen["rows"] > seen["steps"] * (5 if enough == 1 else 1)
 
 
-def test_the_cache_holds_what_plain_decoding_computes(plain_llm: Any, tested_llm: Any) -> None:
+def test_the_cache_holds_what_plain_decoding_computes(plain_engine: Any, tested_llm: Any) -> None:
     kept = []
-    for llm in (plain_llm, tested_llm):
+    for llm in (plain_engine, tested_llm):
         llm.collective_rpc(keep_kv)
         try:
             run(llm, own_prompts()[:4])

@@ -10,8 +10,7 @@ import pytest
 from helpers import own_prompts
 
 START, MIDDLE, TREE = "start", "middle", "tree"
-WHERE = pytest.mark.parametrize("where", [START, MIDDLE, TREE])
-FEW = pytest.mark.parametrize("where", [START, pytest.param(MIDDLE, marks=pytest.mark.slow), TREE])
+WHERE = pytest.mark.parametrize("where", [START, pytest.param(MIDDLE, marks=pytest.mark.slow), TREE])
 
 
 def rule_processor(worker: Any) -> Any:

@@ -153,10 +153,12 @@ new = {name.partition(".")[0] for name in set(sys.modules) - before}
 assert not new, new
 print(imported + registered)
 """
-    best = min(
-        float(
-            subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True).stdout
-        )
-        for _ in range(4)
-    )
+    best = float("inf")
+    for _ in range(4):  # another process may have the core
+        output = subprocess.run(
+            [sys.executable, "-c", script], check=True, capture_output=True, text=True
+        ).stdout
+        best = min(best, float(output))
+        if best < 0.050:
+            break
     assert best < 0.050, f"import and register() take {best * 1000:.1f} ms"

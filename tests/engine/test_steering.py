@@ -434,7 +434,7 @@ def test_what_was_kept_outlives_preemptions(plain: Any, trees: Any) -> None:
             assert found == pytest.approx(left.kv_transfer_params["vllm_ext"]["anchored_kl"], rel=1e-3)
 
 
-@rule_faults.FEW
+@rule_faults.WHERE
 @pytest.mark.parametrize("name", RULES)
 def test_a_rule_that_raises_ends_its_request_alone(plain: Any, trees: Any, name: str, where: str) -> None:
     def asking(index: int) -> SamplingParams:

@@ -70,7 +70,7 @@ def test_wrong_requests_are_refused(llms: tuple[Any, Any]) -> None:
             generate(llm, prompts(1), sampling(extra_args={"trie": "nothing"}, ignore_eos=False))
 
 
-@rule_faults.FEW
+@rule_faults.WHERE
 @pytest.mark.parametrize("name", UNDER)
 def test_a_rule_that_raises_ends_its_request_alone(llms: tuple[Any, Any], name: str, where: str) -> None:
     for llm in llms[1:] if where == rule_faults.TREE else llms:

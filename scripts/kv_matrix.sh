@@ -3,7 +3,7 @@
 # none: all methods, with the EXAMPLES of their codecs.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-export HF_HUB_OFFLINE=1 VLLM_CPU_KVCACHE_SPACE=${VLLM_CPU_KVCACHE_SPACE:-1}
+export HF_HUB_OFFLINE=1 VLLM_CPU_KVCACHE_SPACE=${VLLM_CPU_KVCACHE_SPACE:-1} OMP_NUM_THREADS=1
 python=${PYTHON:-.venv/bin/python}
 methods=("$@")
 if [ $# -eq 0 ]; then

@@ -8,7 +8,13 @@ cd "$(dirname "$0")/.."
 python=${PYTHON:-.venv/bin/python}
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
-parts=("engine and shared" "engine and not shared" "not engine and not v2" "v2")
+parts=( # marker | where
+    "engine and shared|tests"
+    "engine and not shared|tests"
+    "not engine and not v2|tests --ignore=tests/kernels"
+    "not engine and not v2|tests/kernels"
+    "v2|tests"
+)
 left_out=$([ "${1:-}" = all ] || echo " and not slow and (quick or not v2)")
 
 run() { # part: its tests
@@ -17,7 +23,8 @@ run() { # part: its tests
         # vLLM's V2 runner on a CPU: Triton finds a backend in the folder, and interprets what is written for it.
         environment=(PYTHONPATH=tests/v2_on_cpu TRITON_INTERPRET=1 VLLM_ENABLE_V1_MULTIPROCESSING=0)
     fi
-    env "${environment[@]}" "$python" -m pytest -m "$1$left_out"
+    # shellcheck disable=SC2086
+    env "${environment[@]}" "$python" -m pytest -m "${1%|*}$left_out" ${1#*|}
 }
 
 lane() { # core

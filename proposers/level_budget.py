@@ -196,6 +196,20 @@ class LevelBudget:
             }
         return found
 
+    def measured(self) -> list[dict[str, float]]:
+        """All that is known: for each class of batch sizes (below 1, 2, 4, 8, ... requests) and level a step's seconds,
+        of how many steps, and one request's tokens in a step."""
+        return [
+            {
+                "requests_below": 1 << group,
+                "level": level,
+                "seconds": mean.value,
+                "steps": mean.weight,
+                "tokens": self._tokens[level].value,
+            }
+            for (group, level), mean in sorted(self._seconds.items())
+        ]
+
     def interrupt(self) -> None:
         """A step that says nothing of decoding: with prompts in it, or after a pause."""
         self._last = None

@@ -24,9 +24,11 @@ class Results:
         self._file = path.open("a", buffering=1)
         self._started = time.monotonic()
         self._seconds = seconds
+        self.num_failed = 0
 
     def add(self, stage: str, **values: Any) -> None:
         """One result, on disk when this returns."""
+        self.num_failed += stage == "failed"
         line = json.dumps({"stage": stage, "at_s": round(time.monotonic() - self._started, 1), **values})
         self._file.write(line + "\n")
         self._file.flush()

@@ -82,26 +82,13 @@ class Probe:
     def probe_budget(self) -> list[dict[str, Any]]:
         """What the goodput budget has measured."""
         budget = _budget()
-        if budget is None:
-            return []
-        return [
-            {
-                "requests_below": 1 << group,
-                "level": level,
-                "seconds": mean.value,
-                "steps": mean.count,
-                "tokens": budget._tokens[level].value,
-            }
-            for (group, level), mean in sorted(budget._seconds.items())
-        ]
+        return [] if budget is None else budget.measured()
 
     def probe_forget(self) -> None:
         """The drafter knows nothing, as when the server starts."""
         speculator: Any = getattr(self.model_runner, "speculator", None)
-        drafts: Any = getattr(speculator, "drafts", None)
-        if hasattr(drafts, "proposer"):
-            drafts.proposer = drafts._make()
-            drafts.proposer.warm_up()
+        if hasattr(speculator, "drafts"):
+            speculator.drafts.forget()
         elif hasattr(speculator, "serve"):
             speculator.serve()
 

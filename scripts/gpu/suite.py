@@ -377,6 +377,8 @@ def main() -> None:
     finally:
         suite.end()
     suite.results.add("done", left_s=round(suite.results.left_s))
+    if suite.dry and suite.results.num_failed:
+        sys.exit(f"{suite.results.num_failed} stages failed: see {arguments.out}")
 
 
 if __name__ == "__main__":

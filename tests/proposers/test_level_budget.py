@@ -148,6 +148,12 @@ def test_its_figures_are_those_of_the_machine() -> None:
         budget.observe(level, 4, round(TOKENS[level] * 4), FREE[level])
     while budget.choose(4) != 16:
         budget.interrupt()
+    (free, *_, drafting) = measured = budget.measured()
+    assert [each["level"] for each in measured] == LEVELS
+    assert {each["requests_below"] for each in measured} == {8}
+    assert (free["seconds"], drafting["seconds"]) == pytest.approx((FREE[0], FREE[16]))
+    assert (free["tokens"], drafting["tokens"]) == pytest.approx((TOKENS[0], TOKENS[16]), rel=0.2)
+    assert all(each["steps"] >= 1 for each in measured)
     state = budget.state(4)
     assert state["nodes_per_request"] == 16.0
     assert state["step_seconds"] == pytest.approx(FREE[16])

@@ -307,6 +307,20 @@ def test_a_wrong_tree_does_not_reach_the_device(
     assert drafts.faults == ["fallbacks:proposer_error"]
 
 
+def test_a_proposer_that_knows_nothing_takes_over(drafts: Drafts, monkeypatch: pytest.MonkeyPatch) -> None:
+    drafts.admit("a", [3])
+    drafts.step({"a": [4]})
+    drafts.host.finish(["a"])
+    other = Recorder()
+    monkeypatch.setattr(
+        speculative.Settings, "proposer_class", SimpleNamespace(from_options=lambda *_: other)
+    )
+    drafts.host.forget()
+    drafts.admit("a", [3])
+    assert sizes(drafts.step({"a": [4]})[0]) == [3]
+    assert other.events == [("start", "a")]
+
+
 def test_requests_that_were_made_up_are_not_heard_of(drafts: Drafts) -> None:
     recorder = drafts.recorder
     drafts = Drafts(recorder)

@@ -46,6 +46,12 @@ class HostProposer:
         self.proposer.warm_up()
         self.proposer = self.checkpointer.restore(self.proposer, self._make)
 
+    def forget(self) -> None:
+        """Begin again with a proposer that knows nothing. Call while there are no requests."""
+        self.proposer = self._make()
+        self.proposer.warm_up()
+        self.known.clear()
+
     def start(self, request: Request) -> bool:
         """Tell the proposer of a request, once. Call with the checkpointer's lock held.
 

@@ -60,6 +60,10 @@ class HostDrafts:
         """Compile what would else stall the first request, and take over what was saved."""
         self._host.load()
 
+    def forget(self) -> None:
+        """Draft with a proposer that knows nothing, for benchmarks. No request may be under way."""
+        self._host.forget()
+
     def serve(self) -> None:
         """From now on requests are real; the proposer has heard of none."""
         self._texts.clear()

@@ -85,12 +85,12 @@ class Probe:
         return [] if budget is None else budget.measured()
 
     def probe_forget(self) -> None:
-        """The drafter knows nothing, as when the server starts."""
+        """Our drafter knows nothing, as when the server starts; vLLM's are left alone."""
+        from vllm_ext.engine.v2.speculator import TreeSpeculator
+
         speculator: Any = getattr(self.model_runner, "speculator", None)
-        if hasattr(speculator, "drafts"):
-            speculator.drafts.forget()
-        elif hasattr(speculator, "serve"):
-            speculator.serve()
+        if isinstance(speculator, TreeSpeculator):
+            speculator.forget()
 
     def probe_watch(self) -> None:
         """Count steps from now on, and the host's time in them."""

@@ -88,4 +88,7 @@ class DeviceSpeculator(TreeSpeculator):
         )
 
     def serve(self) -> None:
+        self.forget()
+
+    def forget(self) -> None:
         self.drafter.forget()

@@ -68,6 +68,10 @@ class HostSpeculator(TreeSpeculator):
         self._arriving.clear()
         self.drafts.serve()
 
+    def forget(self) -> None:
+        self._arriving.clear()
+        self.drafts.forget()
+
     def close(self) -> None:
         self.drafts.close()
 

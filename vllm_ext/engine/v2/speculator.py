@@ -181,6 +181,10 @@ class TreeSpeculator(BaseSpeculator):  # type: ignore[misc]  # vLLM is untyped t
     def serve(self) -> None:
         """Requests have been made up so far, to warm up: what was learnt from them is forgotten."""
 
+    @abstractmethod
+    def forget(self) -> None:
+        """Draft as if nothing had been learnt, for benchmarks. No request may be under way."""
+
     def load(self) -> None:
         """The model is loaded, nothing has run yet."""
 

@@ -56,6 +56,15 @@ def test_names_are_never_cut() -> None:
         assert any(row in line and speed in line and "400/80/0" in line for line in lines)
 
 
+def test_a_terminal_that_is_too_narrow_cuts_nothing() -> None:
+    entries = entry("plain", 1.0, 1.0), entry("token_recycling", 1.9, 2.0)
+    seen = io.StringIO()
+    show(Console(file=seen, width=40), entries)
+    assert "\u2026" not in seen.getvalue()
+    wide = [line.rstrip() for line in shown(*entries) if "token_recycling" in line]
+    assert wide[0] in [line.rstrip() for line in seen.getvalue().splitlines()]
+
+
 def test_what_drafts_cannot_have_done_is_doubtful() -> None:
     seen = shown(entry("plain", 1.0, 1.0, 50.0, 55.0), entry("hybrid", 2.78, 1.23))
     assert any("2.78x ?" in line for line in seen)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import random
@@ -13,10 +14,12 @@ import pytest
 import torch
 from bench_figures import invoke
 from html_page import HOSTILE, Page
+from rich.console import Console
 
 from vllm_ext.bench import kv_quality
 from vllm_ext.bench.divergence import Place, divergence, kl
 from vllm_ext.bench.kv_quality import DEPTHS, Plan
+from vllm_ext.cli.kv import show
 from vllm_ext.report.kv_page import html
 
 
@@ -213,3 +216,17 @@ def test_report_refuses_by_name(tmp_path: Path, options: list[str], reason: str)
     result = invoke("kv", "report", text, *options)
     assert result.exit_code == 2, result.output
     assert reason in " ".join(result.output.split())
+
+
+def test_the_table_is_whole_at_80_columns() -> None:
+    seen = io.StringIO()
+    show(Console(file=seen, width=80), document(["kivi, bits=2, group_size=32", "streaming_llm"]))
+    lines = [line.rstrip() for line in seen.getvalue().splitlines()]
+    assert max(map(len, lines)) <= 80
+    assert "…" not in seen.getvalue()
+    assert "KV caches; vLLM's has room for 39,936 tokens" in lines
+    rows = {line.split()[0]: line.split()[1:] for line in lines if line.strip()}
+    assert rows["vLLM's"][:3] == ["1.00x", "20.64", "20.00"]
+    assert rows["streaming_llm"][:6] == ["3.45x", "+5.91%", "0.0123", "+2.50%", "0.0200", "94.5%"]
+    assert rows["streaming_llm"][7:] == ["0.97x", "1.30x"]
+    assert "kivi: kivi, bits=2, group_size=32" in lines

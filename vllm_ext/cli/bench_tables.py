@@ -13,6 +13,7 @@ from pydantic import TypeAdapter
 from rich.box import SIMPLE
 from rich.console import Console
 from rich.markup import escape
+from rich.measure import Measurement
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
@@ -58,7 +59,8 @@ def print_table(
         table.add_column(header, justify="right", no_wrap=True)
     for name, cells in rows:
         table.add_row(escape(name), *cells)
-    console.print(table, width=WIDEST, crop=False)
+    table.width = Measurement.get(console, console.options.update(max_width=WIDEST), table).maximum
+    console.print(table, crop=False)
 
 
 def print_names(console: Console, short: Mapping[str, str]) -> None:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 # A panel shows the end of a long answer.
 PANEL_CHARACTERS = 420
+HEADERS = "decode\ntok/s", "speed\nup", "tokens\na step", "drafted", "accepted", "identical\noutput"
 
 
 @dataclass
@@ -162,20 +163,19 @@ def _answer(console: Console, columns: list[_Column], questions: list[str], max_
 
 def _summary(console: Console, columns: list[_Column]) -> int:
     """Print the table; returns how many answers are identical."""
+    from vllm_ext.cli.bench_tables import print_table
+
     plain = columns[0]
     identical = sum(
         a.text == b.text and a.num_tokens == b.num_tokens
         for a, b in zip(plain.answers, columns[1].answers, strict=True)
     )
-    table = Table(
-        "server", "decode tok/s", "vs plain", "tokens per step", "drafted", "accepted", "identical output"
-    )
+    rows = []
     for column in columns:
         read = column.server.metric
         # Both from vLLM's own counters: tokens generated over engine steps that generated any.
         per_step = read("vllm:generation_tokens_total") / max(read("vllm:iteration_tokens_total_count"), 1)
-        table.add_row(
-            column.server.label,
+        cells = (
             f"{column.tokens_per_s:.1f}",
             f"{column.tokens_per_s / max(plain.tokens_per_s, 1e-9):.2f}x",
             f"{per_step:.2f}",
@@ -183,5 +183,6 @@ def _summary(console: Console, columns: list[_Column]) -> int:
             f"{read('vllm_ext:spec_accepted_tokens_total'):.0f}",
             "" if column is plain else f"{identical} of {len(plain.answers)}",
         )
-    console.print(table)
+        rows.append((column.server.label, cells))
+    print_table(console, f"{len(plain.answers)} prompts", HEADERS, rows)
     return identical

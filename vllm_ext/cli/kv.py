@@ -8,11 +8,9 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.box import SIMPLE
 from rich.console import Console
-from rich.table import Table
 
-from vllm_ext.cli.console import errors_of, say
+from vllm_ext.cli.console import errors_of, say, wrapped
 from vllm_ext.cli.listings import kv_methods
 
 kv_app = typer.Typer(help="KV caches that hold more tokens in the same memory.", no_args_is_help=True)
@@ -115,7 +113,7 @@ def report_command(
         if html_path is not None and page is not None:
             name = "this run, saved nowhere else" if json_path is None else json_path.name
             html_path.write_text(page(name, document), encoding="utf-8")
-    console.print(_table(document))
+    show(console, document)
 
 
 @kv_app.command("page")
@@ -167,49 +165,50 @@ def _page() -> Any:
     return html
 
 
-def _table(document: dict[str, Any]) -> Table:
+HEADERS = "room", "text\nPPL", "text\nKL", "answer\nPPL", "answer\nKL", "same\ntoken", "keys", "decode"
+
+
+def show(console: Console, document: Any) -> None:
+    """Print the table of a report.
+
+    Args:
+        console: where to.
+        document: parsed JSON of ``vllm-ext kv report --json``.
+    """
+    from vllm_ext.bench.settings import short_labels
+    from vllm_ext.cli.bench_tables import print_names, print_table
+
     plain = document["plain"]
-    table = Table(box=SIMPLE, padding=(0, 1, 0, 0))
-    for header in (
-        "KV cache",
-        "tokens",
-        "room",
-        "perplexity",
-        "KL",
-        "answers'\nperplexity",
-        "KL",
-        "same\nlikeliest",
-        "keys\nsaid",
-        "decode",
-    ):
-        table.add_column(header, justify="left" if header == "KV cache" else "right")
 
     def said(keys: list[dict[str, float]]) -> str:
         return f"{sum(row['found'] for row in keys) / len(keys):.0%}" if keys else "-"
 
-    table.add_row(
-        "vLLM's",
-        f"{plain['capacity_tokens']:,}",
-        "1.00x",
-        f"{plain['perplexity']:.2f}",
-        "",
-        f"{plain['answers']['perplexity']:.2f}",
-        "",
-        "",
-        said(plain["keys"]),
-        "",
-    )
+    def change(entry: dict[str, float], of_plain: dict[str, float]) -> str:
+        return f"{100 * (entry['perplexity'] / of_plain['perplexity'] - 1):+.2f}%"
+
+    short = short_labels([entry["label"] for entry in document["methods"]])
+    perplexity, of_answers = f"{plain['perplexity']:.2f}", f"{plain['answers']['perplexity']:.2f}"
+    found = said(plain["keys"])
+    rows: list[tuple[str, tuple[str, ...]]]
+    rows = [("vLLM's", ("1.00x", perplexity, "", of_answers, "", "", found, ""))]
     for entry in document["methods"]:
-        table.add_row(
-            entry["label"],
-            f"{entry['capacity_tokens']:,}",
+        cells = (
             f"{entry['capacity']:.2f}x",
-            f"{100 * (entry['perplexity'] / plain['perplexity'] - 1):+.2f} %",
+            change(entry, plain),
             f"{entry['kl']:.4f}",
-            f"{100 * (entry['answers']['perplexity'] / plain['answers']['perplexity'] - 1):+.2f} %",
+            change(entry["answers"], plain["answers"]),
             f"{entry['answers']['kl']:.4f}",
             f"{entry['same_likeliest']:.1%}",
             said(entry["keys"]),
             " ".join(f"{row['speed']:.2f}x" for row in entry["decode"]),
         )
-    return table
+        rows.append((short[entry["label"]], cells))
+    title = f"KV caches; vLLM's has room for {plain['capacity_tokens']:,} tokens"
+    print_table(console, title, HEADERS, rows)
+    print_names(console, short)
+    wrapped(
+        console,
+        "",
+        "PPL: perplexity, vLLM's and the change of it; KL: divergence in nats; answer: the last tokens of a "
+        "window; same token: the likeliest is plain's; keys: pass keys that are said; decode: speed beside vLLM's.",
+    )

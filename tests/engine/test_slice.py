@@ -10,6 +10,7 @@ mutation, a walk that takes the first draft wherever there is one, which must be
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +18,10 @@ from conftest import engine
 from distribution import BLOCK_SIZE, SAMPLES, expected, least_p_value, p_value, sample
 from helpers import assert_same_outputs, own_prompts
 from vllm import SamplingParams
+
+from vllm_ext.data.datastore_build import build
+
+DOCS = Path(__file__).parents[2] / "docs"
 
 pytestmark = pytest.mark.engine
 
@@ -28,11 +33,23 @@ def num_threads(worker: Any) -> int:
 
 
 @pytest.fixture(scope="module")
-def llms(plain_slice_llm: Any, slice_dir: str, tested_method: dict[str, Any]) -> Iterator[tuple[Any, Any]]:
+def method(
+    slice_dir: str, tested_method: dict[str, Any], tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Any]:
+    """The tested one; a corpus is that of the slice's tokenizer, which has fewer tokens than the model's."""
+    if "datastore" not in tested_method:
+        return tested_method
+    store = tmp_path_factory.mktemp("corpus") / "store"
+    build([DOCS], store, slice_dir, "text", False, lambda *_: None, include=["*.md"])
+    return {**tested_method, "datastore": str(store)}
+
+
+@pytest.fixture(scope="module")
+def llms(plain_slice_llm: Any, slice_dir: str, method: dict[str, Any]) -> Iterator[tuple[Any, Any]]:
     """Plain in eager mode; trees compiled, and by two threads, which both attend."""
     engines = engine(
         slice_dir,
-        tested_method,
+        method,
         own_core=True,
         environment={"VLLM_CPU_OMP_THREADS_BIND": "0-1"},
         enforce_eager=False,

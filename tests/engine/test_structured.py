@@ -7,6 +7,7 @@ import json
 from typing import Any
 
 import pytest
+import xgrammar
 from helpers import assert_same_outputs, own_prompts
 from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
@@ -106,6 +107,23 @@ def test_all_constraints_in_one_batch(plain_llm: Any, hybrid_llm: Any) -> None:
     check_same(plain_llm, hybrid_llm, given)
 
 
+def num_forced(tokenizer: Any, tokens: list[int]) -> int:
+    """How many of an answer's tokens the schema alone demands, but for its first.
+
+    Under a mask a model may spell a name with other tokens than the tokenizer does; those nobody can foresee.
+    """
+    compiler = xgrammar.GrammarCompiler(xgrammar.TokenizerInfo.from_huggingface(tokenizer))
+    matcher = xgrammar.GrammarMatcher(compiler.compile_json_schema(json.dumps(SCHEMA)))
+    found = 0
+    for token in tokens:
+        demanded = tokenizer.encode(matcher.find_jump_forward_string(), add_special_tokens=False)
+        found += demanded[:1] == [token]
+        if token == tokenizer.eos_token_id:
+            break
+        assert matcher.accept_token(token)
+    return found - 1  # "{", of the step that has no draft
+
+
 def test_drafts_are_legal_and_accepted(plain_llm: Any, tested_llm: Any, drafts_by_model: bool) -> None:
     given = [params(CONSTRAINTS["json"], GREEDY)] * 4
     expected = ask(plain_llm, given)
@@ -122,8 +140,10 @@ def test_drafts_are_legal_and_accepted(plain_llm: Any, tested_llm: Any, drafts_b
     assert (new["fallbacks:structured_output_chain"] > 0) == drafts_by_model
     if drafts_by_model:
         return  # the core masks its chains
-    # Names of properties are forced, whatever a drafter knows.
-    assert new["spec_accepted_tokens"] > 0.2 * new["spec_emitted_tokens"]
+    # Names of properties are forced, whatever a drafter knows. A step may end inside one.
+    forced = sum(num_forced(plain_llm.get_tokenizer(), list(output.token_ids)) for output in expected)
+    assert forced > 0.1 * new["spec_emitted_tokens"]
+    assert new["spec_accepted_tokens"] >= 0.9 * forced
     tested_llm.collective_rpc(forget_masks)
     try:
         assert [o.token_ids for o in expected] != [o.token_ids for o in ask(tested_llm, given)]

@@ -12,7 +12,7 @@ GPU_DRY ?= /tmp/vllm-ext-gpu-dry-run
 export HF_HUB_OFFLINE := 1
 export VLLM_CPU_KVCACHE_SPACE ?= 1
 
-.PHONY: demo test test-all test-v2 kernels gpu-dry-run lint bench venv clean
+.PHONY: demo test test-all test-v2 test-033 kernels gpu-dry-run lint bench venv clean
 
 demo: $(INSTALLED)  ## plain vLLM beside Token Recycling: real server, real model, real prompts
 	$(BIN)/vllm-ext demo
@@ -25,6 +25,9 @@ test-all: $(INSTALLED)  ## with what tests the same by another method, and all o
 
 test-v2: $(INSTALLED)  ## vLLM's V2 model runner, in Triton's interpreter: a few minutes
 	$(V2) $(BIN)/python -m pytest -m v2
+
+test-033: $(INSTALLED)  ## vLLM 0.33's Python files on the CPU kernels that are here: every method, V1 and V2; hours
+	scripts/test_033.sh
 
 gpu-dry-run: $(INSTALLED)  ## the suite of scripts/gpu on this CPU, in Triton's interpreter: five minutes
 	rm -rf $(GPU_DRY) && mkdir -p $(GPU_DRY)

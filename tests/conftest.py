@@ -7,6 +7,7 @@ import json
 import logging
 import os
 from collections.abc import Iterator, Mapping
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,13 @@ ENGINE_OPTIONS: dict[str, Any] = {
     "kv_cache_memory_bytes": 384 << 20,
     "reasoning_config": THINKING,
 }
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """With TESTED_VLLM, as scripts/test_033.sh sets it: no other vLLM is tested by mistake."""
+    wanted = os.environ.get("TESTED_VLLM")
+    if wanted is not None and (found := metadata.version("vllm").partition("+")[0]) != wanted:
+        pytest.exit(f"TESTED_VLLM={wanted}, but vLLM {found} is here; run scripts/test_033.sh", returncode=3)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -15,7 +15,7 @@ pytest.importorskip("vllm")
 from vllm_ext.cli.main import app
 from vllm_ext.compat import hooks, hooks_v2
 from vllm_ext.compat.source_scan import Files, imports
-from vllm_ext.doctor import environment
+from vllm_ext.doctor import hooks as hooks_of
 
 FILES = {
     "vllm/__init__.py": "",
@@ -180,9 +180,10 @@ def test_the_doctor_reads_files(files: Files, tmp_path: Path) -> None:
     empty = CliRunner().invoke(app, ["doctor", "--vllm-files", str(tmp_path)])
     assert empty.exit_code == 2
     assert "has no vllm/__init__.py" in empty.output
-    whole = list(environment.checks_of_files(Path(find_spec("vllm").origin).parents[1]))  # type: ignore[union-attr,arg-type]
+    whole = list(hooks_of.checks_of_files(Path(find_spec("vllm").origin).parents[1]))  # type: ignore[union-attr,arg-type]
     assert {check.status for check in whole} == {"ok"}
-    assert {check.what for check in whole} == {"vLLM", "seam V1", "seam V2", "seam CUDA", "import"}
+    tables = {f"{kind} {table}" for kind in ("seam", "body") for table in hooks_v2.TABLES}
+    assert {check.what for check in whole} == {"vLLM", *tables, "body imitated", "bodies", "import"}
 
 
 def test_imports_are_looked_up(files: Files, tmp_path: Path) -> None:

@@ -33,7 +33,8 @@ def doctor_command(
     as_json: Annotated[bool, typer.Option("--json", help="Print every check as JSON.")] = False,
 ) -> None:
     """Check this environment; exit 1, with the way out, when a method could not run in it."""
-    from vllm_ext.doctor.environment import checks, checks_of_files
+    from vllm_ext.doctor.environment import checks
+    from vllm_ext.doctor.hooks import checks_of_files
 
     hide_vllm_log()
     console, errors = Console(), Console(stderr=True)

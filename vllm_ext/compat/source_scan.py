@@ -62,6 +62,15 @@ class Files:
             return f"signature ({', '.join(actual)}), expected ({', '.join(hook.parameters)}, ...)"
         return None
 
+    def function(self, hook: Hook) -> ast.FunctionDef | ast.AsyncFunctionDef | None:
+        """What a hook's function is made of: of a class that is called, its constructor; None of all else."""
+        found = self._find(hook.module, hook.name.split("."))
+        if found is not None and isinstance(found[1], ast.ClassDef) and hook.parameters is not None:
+            found = self._member(found[0], found[1], "__init__", MOST_STEPS)
+        if found is None or not isinstance(found[1], ast.FunctionDef | ast.AsyncFunctionDef):
+            return None
+        return found[1]
+
     def has(self, module: str, name: str) -> bool:
         """Whether ``from module import name`` has something to find."""
         return self._module(f"{module}.{name}") is not None or self._find(module, [name]) is not None

@@ -9,21 +9,13 @@ import sys
 from collections.abc import Callable, Iterator
 from importlib import metadata
 from importlib.util import find_spec
-from pathlib import Path
-from typing import TYPE_CHECKING
 
 from vllm_ext import __version__
 from vllm_ext.compat import cpu
 from vllm_ext.compat.python_version import MIN_PYTHON, PYTHON_WAY_OUT
 from vllm_ext.doctor.check import Check
+from vllm_ext.doctor.hooks import hooks_of_installed
 
-if TYPE_CHECKING:
-    from vllm_ext.compat import hooks
-
-
-# What is lost where a symbol of a table is missing, and the way out beside another vLLM.
-WITHOUT_V2 = "or set VLLM_USE_V2_MODEL_RUNNER=0: methods run on V1 as well"
-WITHOUT_CUDA = "or use a CPU"
 # The checks that say which version of something is here.
 VERSIONS = ("Python", "vllm-ext", "torch", "vLLM")
 INSTALL = "pip install 'vllm-ext[cuda]', or 'vllm-ext[cpu]' without a GPU"
@@ -35,7 +27,7 @@ def checks() -> Iterator[Check]:
         "Python": _python,
         "torch": _torch,
         "vLLM": _vllm,
-        "seams": _hooks,
+        "seams": hooks_of_installed,
         "kernels": _kernels,
         "trees": _trees,
         "runtime": _runtime,
@@ -271,47 +263,3 @@ def _model_cache() -> Iterator[Check]:
         yield Check(
             "ok", "demo model", "not unpacked yet (`vllm-ext demo` does it)", short="not unpacked yet"
         )
-
-
-def _hooks() -> Iterator[Check]:
-    from vllm_ext.compat import hooks_v2
-
-    for table, symbols in hooks_v2.TABLES.items():
-        for hook in symbols:
-            yield _hook(table, hook, hook.problem())
-
-
-def _hook(table: str, hook: hooks.Hook, problem: str | None) -> Check:
-    """The line of one symbol. Without a symbol of V1 no method runs; without one of another table some do."""
-    from vllm_ext.compat import hooks
-
-    way_out = f"install vllm >={hooks.MIN_VERSION},<{hooks.BELOW_VERSION}"
-    way_out = ", ".join([way_out, *{"V2": [WITHOUT_V2], "CUDA": [WITHOUT_CUDA]}.get(table, [])])
-    return Check(
-        ("fail" if table == "V1" else "warn") if problem else "ok",
-        f"seam {table}",
-        f"{hook.name}: {problem or hook.why}",
-        way_out if problem else "",
-    )
-
-
-def checks_of_files(folder: Path) -> Iterator[Check]:
-    """The seams alone, of a vLLM that is unpacked there and not imported.
-
-    Raises:
-        ValueError: there is none.
-    """
-    from vllm_ext.compat import hooks, hooks_v2, source_scan
-
-    files = source_scan.Files(folder)
-    problem = hooks.version_problem(files.version())
-    yield Check("fail" if problem else "ok", "vLLM", f"{files.version()} in {folder}", problem or "")
-    for table, symbols in hooks_v2.TABLES.items():
-        for hook in symbols:
-            yield _hook(table, hook, files.problem(hook))
-    taken = list(source_scan.imports(Path(__file__).parents[1]))
-    missing = [(file, module, name) for file, module, name in taken if not files.has(module, name)]
-    for file, module, name in missing:
-        yield Check("fail", "import", f"{name} of {module}, in {file}: missing", "report this")
-    if not missing:
-        yield Check("ok", "import", f"all {len(taken)} names that our files import are there")

@@ -9,10 +9,14 @@ float sums depend on the order in which threads add, and tensor-parallel ranks m
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
+import numpy as np
 import torch
 
 from vllm_ext.kernels.backends import Backend
 from vllm_ext.kernels.device_trees import EMPTY, RowLayout, SlotTrees
+from vllm_ext.kernels.learned_arrays import Learned, check_array, check_names
 from vllm_ext.kernels.recycling import (
     FIRST_CALL,
     Calibration,
@@ -26,6 +30,7 @@ from vllm_ext.kernels.recycling import (
 )
 from vllm_ext.proposers import token_recycling_template
 from vllm_ext.proposers.calibration import NUM_DEPTHS, PRIOR_TRIALS
+from vllm_ext.proposers.learned import check_distinct
 from vllm_ext.proposers.token_recycling import PAIR_SLOTS, SHARES, TEXT_SLOTS, prior_chances
 
 
@@ -80,6 +85,49 @@ class DeviceTokenRecycling:
         self._tables.text_keys.zero_()
         for part, prior in zip(self.calibration, self._prior, strict=True):
             part.copy_(prior)
+
+    def state_dict(self) -> dict[str, Learned]:
+        """What to save: the tables and the counts. Waits for the device, so that all is of one moment."""
+        if self.tokens.is_cuda:
+            torch.cuda.synchronize(self.tokens.device)  # of what other streams still do
+        return {name: part.to("cpu", copy=True).numpy() for name, part in self._learnt().items()}
+
+    def load_state_dict(self, arrays: Mapping[str, Learned]) -> None:
+        """Take over what was saved, before any request has come.
+
+        Raises:
+            ValueError: names, types, shapes or ranges are not those of a drafter with these options.
+        """
+        learnt = self._learnt()
+        check_names(arrays, learnt)
+        any_number, positive = np.iinfo(np.int64), (1, np.iinfo(np.int64).max)
+        tokens = EMPTY, self._tables.vocab - 1
+        ranges = {
+            "successors": tokens,
+            "classes": (0, self.calibration.trials.shape[1] - 1),
+            "pair_keys": (any_number.min, any_number.max),
+            "text_keys": (any_number.min, any_number.max),
+            "text_successors": tokens,
+            "trials": positive,
+            "hits": (0, positive[1]),
+        }
+        for name, part in learnt.items():
+            check_array(
+                name, arrays[name], tuple(part.shape), str(part.dtype).partition(".")[2], *ranges[name]
+            )
+        check_distinct("successors", arrays["successors"], EMPTY)
+        if (arrays["hits"] > arrays["trials"]).any():
+            raise ValueError("hits has more than there were trials")
+        self.forget()
+        for name, part in learnt.items():
+            part.copy_(torch.from_numpy(arrays[name]))
+        counts = self.calibration
+        counts.estimates.copy_(counts.hits.float() / counts.trials.float())
+
+    def _learnt(self) -> dict[str, torch.Tensor]:
+        tables = self._tables._asdict()
+        kept = {name: tables[name] for name in tables if not name.endswith("marks")}
+        return kept | {"trials": self.calibration.trials, "hits": self.calibration.hits}
 
     @property
     def memory_bytes(self) -> int:

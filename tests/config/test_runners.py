@@ -68,8 +68,7 @@ def test_methods_that_draft_on_the_host_run_on_v2_and_say_that_they_wait(
     logging.getLogger("vllm").propagate = True
     folder = {"state_dir": str(tmp_path)} if state else {}
     with caplog.at_level(logging.INFO, "vllm.vllm_ext"):
-        method = {"method": "hybrid" if state else "suffix_tree", "num_speculative_tokens": 12, **folder}
-        config = made(model_dir, method)
+        config = made(model_dir, {"method": "suffix_tree", "num_speculative_tokens": 12, **folder})
     assert config.use_v2_model_runner
     assert config.speculative_config.method == class_paths.DEVICE_METHOD
     assert config.parallel_config.worker_cls == worker.path_of(["V2Speculation"])
@@ -78,7 +77,8 @@ def test_methods_that_draft_on_the_host_run_on_v2_and_say_that_they_wait(
     caplog.clear()
     with caplog.at_level(logging.INFO, "vllm.vllm_ext"):
         made(model_dir)
-        made(model_dir, {"method": "hybrid"})
+        made(model_dir, {"method": "hybrid", **folder})
+        assert made(model_dir, {**METHOD, **folder}).use_v2_model_runner
     assert runners.WAITS not in caplog.text  # these draft on the device
 
 
@@ -90,7 +90,7 @@ def test_hybrid_drafts_on_the_device_unless_it_is_asked_for_more() -> None:
     assert on_device(drafters=["suffix_tree", "token_recycling"])
     assert not on_device(drafters=["suffix_tree", "aded"])
     assert not on_device(drafters=["suffix_tree", {"method": "token_recycling", "context_tokens": 2}])
-    assert not on_device(state_dir="/tmp")
+    assert on_device(state_dir="/tmp")
 
 
 @pytest.mark.parametrize(("given", "nodes"), [({}, 15), ({"num_speculative_tokens": 16}, 16)])
@@ -115,7 +115,6 @@ def test_methods_that_draft_with_a_model_run_on_v1() -> None:
     ("method", "options", "reason"),
     [
         ({"method": "layerskip"}, {}, "method 'layerskip' drafts with a model"),
-        ({**METHOD, "state_dir": "STATE"}, {}, "state_dir: "),
         (METHOD, {"scheduler_cls": "vllm.v1.core.sched.scheduler.Scheduler"}, "scheduler_cls is set"),
         (METHOD, {"enable_lora": True}, "LoRA is on"),
         (
@@ -129,19 +128,17 @@ def test_methods_that_draft_with_a_model_run_on_v1() -> None:
             "sampling rules ['awrs'] go with it",
         ),
     ],
-    ids=["method", "state", "scheduler", "lora", "processor", "rules"],
+    ids=["method", "scheduler", "lora", "processor", "rules"],
 )
 def test_what_v2_cannot_do_goes_to_v1_and_says_why(
     model_dir: str,
     with_triton: None,
     caplog: pytest.LogCaptureFixture,
-    tmp_path: Any,
     method: dict[str, Any],
     options: dict[str, Any],
     reason: str,
 ) -> None:
     logging.getLogger("vllm").propagate = True
-    method = {key: str(tmp_path) if value == "STATE" else value for key, value in method.items()}
     with caplog.at_level(logging.INFO, "vllm.vllm_ext"):
         config = made(model_dir, method, **options)
     assert not config.use_v2_model_runner

@@ -6,6 +6,9 @@ That its tables and trees are the host's is tested where the kernels are.
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
 import pytest
 import torch
 
@@ -125,6 +128,64 @@ def test_nodes_that_are_right_are_promised_more(right: bool) -> None:
     assert (after > before + 0.1) if right else (after < before - 0.1)
     recycler.forget()
     assert float(recycler.calibration.estimates.view(-1)[group]) == before
+
+
+def learnt(longest: int = 4) -> DeviceTokenRecycling:
+    recycler = drafter(longest)
+    prompt = [1, 2, 3, 4, 7, 2, 3, 5]
+    recycler.start(text_of(*prompt), torch.tensor([1]), ONES * len(prompt), len(prompt))
+    observe(recycler, [2, 5], [6, 7, 8], 6)
+    observe(recycler, [8, 2, 3], [20, 21, 22], 20)
+    counts = recycler.calibration
+    counts.hits[0, 1, 0] //= 2
+    counts.estimates.copy_(counts.hits.float() / counts.trials.float())
+    return recycler
+
+
+def test_what_was_saved_is_drafted() -> None:
+    before, after = learnt(), drafter()
+    observe(after, [5], [1, 2], 1)  # what it knows already is gone
+    after.load_state_dict(before.state_dict())
+    for text in ([9, 1, 2, 3], [9, 8, 2, 3], [1, 2, 5], [4, 2, 5], [5], [6]):
+        assert propose(after, *text) == propose(before, *text), text
+    assert propose(after, 9, 8, 2, 3)[0] == 20
+    assert (after.calibration.estimates == before.calibration.estimates).all()
+    observe(after, [2, 5], [9, 10, 11], 9)  # it goes on learning
+    assert propose(after, 1, 2, 5)[0] == 9
+
+
+def test_what_is_saved_stays_as_it_was() -> None:
+    recycler = learnt()
+    saved = recycler.state_dict()
+    copies = {name: array.copy() for name, array in saved.items()}
+    recycler.forget()
+    assert all((saved[name] == copies[name]).all() for name in copies)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "says"),
+    [
+        ("successors", lambda array: array.fill(VOCAB), "successors has values"),
+        ("successors", lambda array: array.fill(3), "one token twice"),
+        ("classes", lambda array: array.fill(1000), "classes has values"),
+        ("text_successors", lambda array: array.fill(-2), "text_successors has values"),
+        ("trials", lambda array: array.fill(0), "trials has values"),
+        ("hits", lambda array: array.fill(np.iinfo(np.int64).max), "more than there were trials"),
+    ],
+)
+def test_what_could_not_have_been_saved_is_refused(name: str, change: Any, says: str) -> None:
+    recycler = learnt()
+    saved = recycler.state_dict()
+    change(saved[name])
+    with pytest.raises(ValueError, match=says):
+        recycler.load_state_dict(saved)
+    assert propose(recycler, 9, 8, 2, 3)[0] == 20  # as it was
+    with pytest.raises(ValueError, match="is missing"):
+        recycler.load_state_dict({key: saved[key] for key in saved if key != name})
+    with pytest.raises(ValueError, match="expected"):
+        recycler.load_state_dict({**saved, name: saved[name][:1]})
+    with pytest.raises(ValueError, match="expected"):
+        recycler.load_state_dict({**saved, name: saved[name].astype(np.float32)})
 
 
 def test_memory_is_what_it_says() -> None:

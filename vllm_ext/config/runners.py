@@ -30,8 +30,6 @@ DEVICE_DRAFTERS = {"token_recycling", "suffix_tree"}
 def is_on_device(settings: Settings) -> bool:
     """Whether a method drafts on the device on V2, and not on the host."""
     if settings.method == "hybrid":
-        if settings.options.state_dir is not None:
-            return False  # what is learnt on the device is not saved yet
         drafters = settings.options.drafters  # type: ignore[attr-defined]
         return all(isinstance(drafter, str) for drafter in drafters) and set(drafters) == DEVICE_DRAFTERS
     return settings.proposer_class.on_v2 == "device"
@@ -69,7 +67,6 @@ def choose(args: Any, settings: Settings, ruled: RuleSettings | None, *, encoded
     own = vllms_own()
     if own.runner == "V1":
         return own
-    options = settings.options
     need_v1 = [] if ruled is None else ruled.need_v1
     reasons = (
         (
@@ -78,10 +75,6 @@ def choose(args: Any, settings: Settings, ruled: RuleSettings | None, *, encoded
         ),
         (bool(need_v1), f"sampling rules {need_v1} go with it"),
         (encoded_kv, "the KV cache is encoded"),
-        (
-            options.state_dir is not None and is_on_device(settings),
-            "state_dir: what is learnt on the device is not saved yet",
-        ),
         (args.scheduler_cls is not None, "scheduler_cls is set"),
         (_has_v1_processors(args), "a logits processor has the V1 runner's interface"),
         (bool(args.enable_lora), "LoRA is on"),

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from vllm.v1.worker.gpu.buffer_utils import UvaBackedTensor
 
+from vllm_ext.engine.state.keeper import Checkpointer
 from vllm_ext.engine.v2.speculator import BACKEND, StepRows, TreeSpeculator
 from vllm_ext.proposers.hybrid import HybridOptions
 from vllm_ext.proposers.token_recycling import TEXT_SLOTS, TokenRecyclingOptions
@@ -39,6 +40,10 @@ class DeviceSpeculator(TreeSpeculator):
             BACKEND,
             text_slots,
         )
+        own = {**self.settings.own_options, "drafts": "on the device"}  # V1's tables are other ones
+        self._checkpointer = Checkpointer(
+            vllm_config, self.settings.method, self.settings.options, own, self.counts.count
+        )
         self.trees = self.drafter.trees
         self.only_chains = self.drafter.only_chains
         self._chains = UvaBackedTensor(self.max_num_reqs, dtype=torch.int32)
@@ -64,7 +69,8 @@ class DeviceSpeculator(TreeSpeculator):
         if self._new:
             slots, lengths = zip(*self._new, strict=True)
             text = self.req_states.all_token_ids.gpu
-            self.drafter.start(text, self.to_device(slots), self.prefill_len, max(lengths))
+            with self._checkpointer.lock:
+                self.drafter.start(text, self.to_device(slots), self.prefill_len, max(lengths))
             self._new.clear()
 
     def needs(self, has_drafts: bool) -> bool:
@@ -73,7 +79,11 @@ class DeviceSpeculator(TreeSpeculator):
 
     def learn(self, rows: StepRows) -> None:
         text = self.req_states.all_token_ids.gpu
-        self.drafter.observe(rows.verified, rows.layout, text, self.prefill_len, self.teaches, rows.logits)
+        with self._checkpointer.lock:
+            self.drafter.observe(
+                rows.verified, rows.layout, text, self.prefill_len, self.teaches, rows.logits
+            )
+            self._checkpointer.mark_dirty()
 
     def propose(self, input_batch: Any, *args: Any, dummy_run: bool = False, **kwargs: Any) -> torch.Tensor:
         """vLLM's: int64 ``[requests, nodes]`` in batch order, after the step's tokens were taken over."""
@@ -89,6 +99,11 @@ class DeviceSpeculator(TreeSpeculator):
 
     def serve(self) -> None:
         self.forget()
+        # Only now: warming up has taught it, too.
+        self._checkpointer.restore(self.drafter, lambda: self.drafter)
+
+    def close(self) -> None:
+        self._checkpointer.close()
 
     def forget(self) -> None:
         self.drafter.forget()

@@ -82,6 +82,10 @@ def test_methods_that_draft_on_the_host_run_on_v2_and_say_that_they_wait(
     assert runners.WAITS not in caplog.text  # these draft on the device
 
 
+def test_adapters_go_with_trees_on_v2(model_dir: str, with_triton: None) -> None:
+    assert made(model_dir, METHOD, enable_lora=True).use_v2_model_runner
+
+
 def test_hybrid_drafts_on_the_device_unless_it_is_asked_for_more() -> None:
     def on_device(**options: Any) -> bool:
         return runners.is_on_device(parse({"method": "hybrid", **options}))
@@ -116,7 +120,6 @@ def test_methods_that_draft_with_a_model_run_on_v1() -> None:
     [
         ({"method": "layerskip"}, {}, "method 'layerskip' drafts with a model"),
         (METHOD, {"scheduler_cls": "vllm.v1.core.sched.scheduler.Scheduler"}, "scheduler_cls is set"),
-        (METHOD, {"enable_lora": True}, "LoRA is on"),
         (
             METHOD,
             {"logits_processors": ["vllm.v1.sample.logits_processor.builtin:MinPLogitsProcessor"]},
@@ -128,7 +131,7 @@ def test_methods_that_draft_with_a_model_run_on_v1() -> None:
             "sampling rules ['awrs'] go with it",
         ),
     ],
-    ids=["method", "scheduler", "lora", "processor", "rules"],
+    ids=["method", "scheduler", "processor", "rules"],
 )
 def test_what_v2_cannot_do_goes_to_v1_and_says_why(
     model_dir: str,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The symbols of vLLM that we override, call or read with its V1 runner; `hooks_v2` has those of V2 and of CUDA."""
+"""The symbols of vLLM that we override, call or read with its V1 runner; others: `hooks_v2`, `hooks_cuda`."""
 
 from __future__ import annotations
 

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The symbols of vLLM's V2 runner and of its CUDA attention backends that we override, call or read.
+"""The symbols of vLLM's V2 runner that we override, call or read.
 
-`hooks_v1` has those of the V1 runner. An engine needs the table of its runner, and one on a GPU that of CUDA too.
+`hooks_v1` has those of the V1 runner. An engine needs the table of its runner, and on a GPU that of `hooks_cuda` too.
 """
 
 from __future__ import annotations
 
 from vllm_ext.compat.hooks import Hook
+from vllm_ext.compat.hooks_cuda import CUDA_HOOKS
 from vllm_ext.compat.hooks_v1 import HOOKS, LAYER_HOOKS
 
 _GPU = "vllm.v1.worker.gpu"
@@ -115,6 +116,12 @@ V2_HOOKS = (
         "GPUModelRunner.prepare_inputs",
         ("self", "scheduler_output", "batch_req_state", "batch_desc"),
         "lays drafts out as a chain",
+    ),
+    Hook(
+        "vllm.v1.worker.lora_model_runner_mixin",
+        "LoRAModelRunnerMixin._set_active_loras",
+        ("self", "prompt_lora_mapping", "token_lora_mapping", "lora_requests"),
+        "tells which adapter a row of logits has",
     ),
     Hook(_RUNNER, "GPUModelRunner.prepare_attn", ("self", "input_batch"), "computes slots of the flat list"),
     Hook(_RUNNER, "GPUModelRunner.add_requests", ("self", "scheduler_output"), "admits requests"),
@@ -339,60 +346,6 @@ V2_HOOKS = (
         "build_attn_metadata",
         ("attn_groups", "num_reqs", "num_tokens", "query_start_loc_gpu", "query_start_loc_cpu"),
         "makes the metadata that trees are marked in",
-    ),
-)
-
-_FORWARD = ("self", "layer", "query", "key", "value", "kv_cache", "attn_metadata", "output")
-_UPDATE = ("self", "layer", "key", "value", "kv_cache", "slot_mapping")
-_TRITON = "vllm.v1.attention.backends.triton_attn"
-_FLASH = "vllm.v1.attention.backends.flash_attn"
-CUDA_HOOKS = (
-    Hook(_TRITON, "TritonAttentionImpl.forward", _FORWARD, "attends over trees"),
-    Hook(_TRITON, "TritonAttentionImpl.do_kv_cache_update", _UPDATE, "writes the accepted path's KV"),
-    Hook(
-        _TRITON,
-        "TritonAttentionMetadataBuilder.get_cudagraph_support",
-        ("vllm_config", "kv_cache_spec"),
-        "keeps trees out of graphs on V1",
-    ),
-    Hook(_FLASH, "FlashAttentionImpl.forward", _FORWARD, "attends over trees"),
-    Hook(_FLASH, "FlashAttentionImpl.do_kv_cache_update", _UPDATE, "writes the accepted path's KV"),
-    Hook(
-        _FLASH,
-        "FlashAttentionMetadataBuilder.get_cudagraph_support",
-        ("vllm_config", "kv_cache_spec"),
-        "keeps trees out of graphs on V1",
-    ),
-    Hook(
-        _FLASH,
-        "FlashAttentionMetadata",
-        ("num_actual_tokens", "max_query_len", "query_start_loc", "max_seq_len", "seq_lens", "block_table"),
-        "tells how long contexts are at most",
-    ),
-    Hook(_FLASH, "FlashAttentionMetadata.max_num_splits", None, "bounds the parts of keys in graphs"),
-    Hook(
-        "vllm.v1.attention.selector",
-        "AttentionSelectorConfig",
-        ("head_size", "dtype", "kv_cache_dtype", "block_size"),
-        "tells doctor which backend vLLM chooses",
-    ),
-    Hook(
-        "vllm.v1.attention.backends.fa_utils",
-        "get_flash_attn_version",
-        None,
-        "tells which FlashAttention there is",
-    ),
-    Hook(
-        "vllm.utils.torch_utils",
-        "canonicalize_singleton_dim_strides",
-        ("t",),
-        "strides of a cache of one KV head",
-    ),
-    Hook(
-        "vllm.vllm_flash_attn.flash_attn_interface",
-        "flash_attn_varlen_func",
-        ("q", "k", "v", "max_seqlen_q", "cu_seqlens_q", "max_seqlen_k", "cu_seqlens_k", "seqused_k"),
-        "attends to the context before a tree",
     ),
 )
 

@@ -77,7 +77,6 @@ def choose(args: Any, settings: Settings, ruled: RuleSettings | None, *, encoded
         (encoded_kv, "the KV cache is encoded"),
         (args.scheduler_cls is not None, "scheduler_cls is set"),
         (_has_v1_processors(args), "a logits processor has the V1 runner's interface"),
-        (bool(args.enable_lora), "LoRA is on"),
         (getattr(args, "enable_batch_sharded_sampling", False), "enable_batch_sharded_sampling is on"),
     )
     for there, reason in reasons:

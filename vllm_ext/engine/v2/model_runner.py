@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from vllm.logger import init_logger
 
@@ -50,6 +51,8 @@ class SpeculativeRunner:
     device: torch.device
     adaptive_verification: Any
 
+    # int [requests] of the step that runs, until its adapters are set.
+    _logits_rows: Any = None
     # By KV group, what moves paths in its caches; see `vllm_ext.kernels.path_move.move_paths`.
     kv_movers: tuple[tuple[int, Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]], ...] = ()
 
@@ -140,6 +143,21 @@ class SpeculativeRunner:
         if not any(self._is_structured(name) for name in scheduler_output.scheduled_spec_decode_tokens):
             scheduler_output = shares.cut(scheduler_output, self.speculator.chances, runner.cudagraph_manager)
         return super().execute_model(scheduler_output, *args, **kwargs)  # type: ignore[misc]
+
+    def prepare_inputs(self, *args: Any, **kwargs: Any) -> Any:
+        """vLLM's; where there are adapters, how many rows of logits each request has is kept for them."""
+        input_batch = super().prepare_inputs(*args, **kwargs)  # type: ignore[misc]
+        runner: Any = self
+        if runner.lora_config is not None:
+            self._logits_rows = np.diff(input_batch.cu_num_logits_np)
+        return input_batch
+
+    def _set_active_loras(self, of_logits: tuple[int, ...], *args: Any, **kwargs: Any) -> None:
+        """vLLM's, with the adapter of each row of logits: it would have one row for a request that has drafts, too."""
+        rows, self._logits_rows = self._logits_rows, None
+        if rows is not None:
+            of_logits = tuple(np.repeat(of_logits, rows).tolist())
+        super()._set_active_loras(of_logits, *args, **kwargs)  # type: ignore[misc]
 
     def _is_structured(self, name: str) -> bool:
         """Whether a request's masks have a row for each draft that was scheduled."""

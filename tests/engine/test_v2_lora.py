@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""LoRA adapters next to trees on V2: requests of two adapters and of none in one batch, token for token as plain V2."""
+
+from __future__ import annotations
+
+from itertools import combinations
+from typing import Any
+
+import lora_adapters
+import pytest
+from conftest import V2_HOST_METHOD, V2_METHOD, v2_engine
+from helpers import assert_same_outputs
+from v2_requests import counters, prompts, sampling, tokens
+from vllm.lora.request import LoRARequest
+
+pytestmark = pytest.mark.v2
+
+
+@pytest.fixture(scope="module")
+def adapters(v2_dir: str, tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    """None, and two."""
+    folder = tmp_path_factory.mktemp("adapters")
+    paths = [lora_adapters.write(v2_dir, folder / str(seed), seed) for seed in (1, 2)]
+    return [None, *(LoRARequest(f"a{number}", number, path) for number, path in enumerate(paths, 1))]
+
+
+@pytest.fixture(scope="module")
+def plain(v2_dir: str, v2_plain: Any) -> Any:
+    """Without speculation."""
+    return v2_engine(v2_dir, **lora_adapters.OPTIONS)
+
+
+def ask(llm: Any, adapters: list[Any], texts: list[list[int]], **values: Any) -> list[list[int]]:
+    given = [{"prompt_token_ids": text} for text in texts]
+    chosen = [adapters[i % len(adapters)] for i in range(len(texts))]
+    answers = llm.generate(given, sampling(**values), lora_request=chosen, use_tqdm=False)
+    return tokens([answer.outputs[0] for answer in answers])
+
+
+@pytest.mark.parametrize("method", [V2_METHOD, V2_HOST_METHOD], ids=["device", "host"])
+def test_adapters_are_lossless(v2_dir: str, plain: Any, adapters: list[Any], method: dict[str, Any]) -> None:
+    trees = v2_engine(v2_dir, method, **lora_adapters.OPTIONS)
+    texts = [text for text in prompts(2) for _ in adapters]
+    for values in ({}, {"temperature": 0.9, "seed": 5}, {"repetition_penalty": 1.2, "logprobs": 1}):
+        expected = ask(plain, adapters, texts, **values)
+        by_adapter = [expected[i :: len(adapters)] for i in range(len(adapters))]
+        assert all(a != b for a, b in combinations(by_adapter, 2))
+        assert_same_outputs(expected, ask(trees, adapters, texts, **values))
+    totals = counters(trees)
+    assert totals["spec_accepted_tokens"] > 0
+    assert totals["fallbacks:proposer_error"] == 0

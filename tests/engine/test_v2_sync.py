@@ -241,6 +241,7 @@ FILES = (
 KNOWN = {
     "Counts._take",  # what has arrived on the host
     "Counts.totals",  # asked for from outside
+    "DeviceTokenRecycling.state_dict",  # a save's, in another thread
     "HostSpeculator._wait",  # the one wait there is
     "HostSpeculator._unpacked",  # numpy: what has arrived on the host
     "_Arriving.is_here",  # an event's answer

@@ -156,7 +156,7 @@ class SpeculativeRunner:
         """vLLM's, with the adapter of each row of logits: it would have one row for a request that has drafts, too."""
         rows, self._logits_rows = self._logits_rows, None
         if rows is not None:
-            of_logits = tuple(np.repeat(of_logits, rows).tolist())
+            of_logits = tuple(np.repeat(of_logits, rows))
         super()._set_active_loras(of_logits, *args, **kwargs)  # type: ignore[misc]
 
     def _is_structured(self, name: str) -> bool:

@@ -19,7 +19,6 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from importlib.util import find_spec
 from pathlib import Path
 
 from vllm_ext.compat import bodies
@@ -70,16 +69,10 @@ def main() -> int:
     parser.add_argument("--beside", help="version or folder; default: what is installed")
     parser.add_argument("--write", action="store_true", help="its bodies are read from now on")
     options = parser.parse_args()
-    installed = find_spec("vllm")
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
         new_folder = unpacked(options.vllm, work)
-        if options.beside is not None:
-            old = Files(unpacked(options.beside, work))
-        elif installed is not None and installed.origin is not None:
-            old = Files(Path(installed.origin).parents[1])
-        else:
-            parser.error("no vLLM is installed; name one with --beside")
+        old = Files.installed() if options.beside is None else Files(unpacked(options.beside, work))
         new = Files(new_folder)
         bad = [check for check in checks_of_files(new_folder) if check.status == "fail"]
         for check in bad:

@@ -4,11 +4,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
+from vllm.lora.request import LoRARequest
 
 RANK = 8
 # One place more than there are adapters: on CPUs vLLM 0.32 gives requests without one that of the last place, index -1.
@@ -38,3 +41,14 @@ def write(model: str, folder: Path, seed: int) -> str:
     }
     (folder / "adapter_config.json").write_text(json.dumps(adapter))
     return str(folder)
+
+
+def none_and_two(model: str, folder: Path) -> list[Any]:
+    """What requests name: no adapter, and each of two."""
+    paths = [write(model, folder / str(seed), seed) for seed in (1, 2)]
+    return [None, *(LoRARequest(f"a{number}", number, path) for number, path in enumerate(paths, 1))]
+
+
+def all_differ(answers: Sequence[Any], count: int) -> bool:
+    """Whether adapters change answers, which are by text and then by adapter, of which there are so many."""
+    return all(a != b for a, b in combinations([answers[i::count] for i in range(count)], 2))

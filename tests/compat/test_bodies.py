@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import ast
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -70,15 +69,8 @@ def test_what_a_function_does_is_a_change(was: str, now: str) -> None:
     assert digest(WRITTEN.replace(was, now)) != digest(WRITTEN)
 
 
-def installed() -> Files:
-    spec = find_spec("vllm")
-    assert spec is not None
-    assert spec.origin is not None
-    return Files(Path(spec.origin).parents[1])
-
-
 def test_all_bodies_that_are_installed_have_been_read() -> None:
-    files = installed()
+    files = Files.installed()
     version = files.version().partition("+")[0]
     found = list(bodies.bodies(files))
     assert {body.name for body in found} <= set(bodies.read())
@@ -116,7 +108,7 @@ def test_a_class_that_is_called_has_its_constructors_body(tmp_path: Path) -> Non
 def test_the_doctor_names_a_body_that_nobody_has_read(monkeypatch: pytest.MonkeyPatch) -> None:
     name = "vllm.v1.worker.gpu_worker.Worker.init_device"
     assert len(set(bodies.read()[name].values())) == 2
-    files = installed()
+    files = Files.installed()
     lines = {check.found for check in hooks_of._bodies(files)}
     assert f"{name}: as in 0.32.0, not as in 0.33.0" in lines
     known = {**bodies.read(), name: {"0.32.0": "0" * 12}}

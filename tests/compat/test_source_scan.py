@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import re
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -130,16 +129,9 @@ def test_the_version_is_the_wheels(files: Files) -> None:
     assert files.version() == "0.33.1"
 
 
-def installed() -> Files:
-    spec = find_spec("vllm")
-    assert spec is not None
-    assert spec.origin is not None
-    return Files(Path(spec.origin).parents[1])
-
-
 @pytest.mark.parametrize("table", hooks_v2.TABLES)
 def test_of_the_vllm_that_is_installed_files_say_what_importing_says(table: str) -> None:
-    files = installed()
+    files = Files.installed()
     for hook in hooks_v2.TABLES[table]:
         assert hook.problem() is None, hook
         assert files.problem(hook) is None, hook
@@ -147,7 +139,7 @@ def test_of_the_vllm_that_is_installed_files_say_what_importing_says(table: str)
 
 @pytest.mark.parametrize("table", hooks_v2.TABLES)
 def test_a_wrong_first_parameter_is_seen_in_every_hook_that_has_some(table: str) -> None:
-    files = installed()
+    files = Files.installed()
     for hook in hooks_v2.TABLES[table]:
         if hook.parameters:
             moved = hooks.Hook(hook.module, hook.name, ("moved", *hook.parameters[1:]), "")
@@ -180,7 +172,7 @@ def test_the_doctor_reads_files(files: Files, tmp_path: Path) -> None:
     empty = CliRunner().invoke(app, ["doctor", "--vllm-files", str(tmp_path)])
     assert empty.exit_code == 2
     assert "has no vllm/__init__.py" in empty.output
-    whole = list(hooks_of.checks_of_files(Path(find_spec("vllm").origin).parents[1]))  # type: ignore[union-attr,arg-type]
+    whole = list(hooks_of.checks_of_files(Files.installed()._folder))
     assert {check.status for check in whole} == {"ok"}
     tables = {f"{kind} {table}" for kind in ("seam", "body") for table in hooks_v2.TABLES}
     assert {check.what for check in whole} == {"vLLM", *tables, "body imitated", "bodies", "import"}

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import combinations
 from typing import Any
 
 import lora_adapters
@@ -12,7 +11,6 @@ import pytest
 from conftest import engine
 from helpers import assert_same_outputs, own_prompts
 from vllm import SamplingParams
-from vllm.lora.request import LoRARequest
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
@@ -20,9 +18,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow]
 @pytest.fixture(scope="module")
 def adapters(slice_dir: str, tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     """None, and two."""
-    folder = tmp_path_factory.mktemp("adapters")
-    paths = [lora_adapters.write(slice_dir, folder / str(seed), seed) for seed in (1, 2)]
-    return [None, *(LoRARequest(f"a{number}", number, path) for number, path in enumerate(paths, 1))]
+    return lora_adapters.none_and_two(slice_dir, tmp_path_factory.mktemp("adapters"))
 
 
 @pytest.fixture(scope="module")
@@ -46,8 +42,7 @@ def test_adapters_are_lossless(plain: Any, trees: Any, adapters: list[Any], valu
     for llm in (plain, trees):
         outputs = llm.generate(texts, params, lora_request=chosen, use_tqdm=False)
         answers.append([list(output.outputs[0].token_ids) for output in outputs])
-    by_adapter = [answers[0][i :: len(adapters)] for i in range(len(adapters))]
-    assert all(a != b for a, b in combinations(by_adapter, 2))
+    assert lora_adapters.all_differ(answers[0], len(adapters))
     assert_same_outputs(*answers)
     (totals,) = trees.collective_rpc("vllm_ext_counters")
     assert totals["spec_accepted_tokens"] > 0

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from itertools import combinations
 from typing import Any
 
 import lora_adapters
@@ -11,7 +10,6 @@ import pytest
 from conftest import V2_HOST_METHOD, V2_METHOD, v2_engine
 from helpers import assert_same_outputs
 from v2_requests import counters, prompts, sampling, tokens
-from vllm.lora.request import LoRARequest
 
 pytestmark = pytest.mark.v2
 
@@ -19,9 +17,7 @@ pytestmark = pytest.mark.v2
 @pytest.fixture(scope="module")
 def adapters(v2_dir: str, tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     """None, and two."""
-    folder = tmp_path_factory.mktemp("adapters")
-    paths = [lora_adapters.write(v2_dir, folder / str(seed), seed) for seed in (1, 2)]
-    return [None, *(LoRARequest(f"a{number}", number, path) for number, path in enumerate(paths, 1))]
+    return lora_adapters.none_and_two(v2_dir, tmp_path_factory.mktemp("adapters"))
 
 
 @pytest.fixture(scope="module")
@@ -43,8 +39,7 @@ def test_adapters_are_lossless(v2_dir: str, plain: Any, adapters: list[Any], met
     texts = [text for text in prompts(2) for _ in adapters]
     for values in ({}, {"temperature": 0.9, "seed": 5}, {"repetition_penalty": 1.2, "logprobs": 1}):
         expected = ask(plain, adapters, texts, **values)
-        by_adapter = [expected[i :: len(adapters)] for i in range(len(adapters))]
-        assert all(a != b for a, b in combinations(by_adapter, 2))
+        assert lora_adapters.all_differ(expected, len(adapters))
         assert_same_outputs(expected, ask(trees, adapters, texts, **values))
     totals = counters(trees)
     assert totals["spec_accepted_tokens"] > 0

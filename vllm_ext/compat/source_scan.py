@@ -11,6 +11,7 @@ from __future__ import annotations
 import ast
 import functools
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TypeAlias
 
@@ -37,6 +38,18 @@ class Files:
             )
         self._folder = folder
         self._parsed: dict[str, ast.Module | None] = {}
+
+    @classmethod
+    def installed(cls) -> Files:
+        """Those of the vLLM that is installed, found without importing it.
+
+        Raises:
+            ValueError: there is none.
+        """
+        spec = find_spec("vllm")
+        if spec is None or spec.origin is None:
+            raise ValueError("no vLLM is installed; install vllm, or name a folder that has its files.")
+        return cls(Path(spec.origin).parents[1])
 
     def version(self) -> str:
         """Of the wheel's metadata; "unknown" without."""

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,9 +26,7 @@ def hooks_of_installed() -> Iterator[Check]:
     for table, symbols in hooks_v2.TABLES.items():
         for hook in symbols:
             yield _hook(table, hook, hook.problem())
-    installed = find_spec("vllm")
-    if installed is not None and installed.origin is not None:
-        yield from _bodies(source_scan.Files(Path(installed.origin).parents[1]))
+    yield from _bodies(source_scan.Files.installed())
 
 
 def checks_of_files(folder: Path) -> Iterator[Check]:

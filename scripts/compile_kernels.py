@@ -27,6 +27,7 @@ from triton.compiler import ASTSource
 
 from vllm_ext.kernels import (
     device_trees_triton,
+    drawn_rows_triton,
     path_move_triton,
     path_penalties_triton,
     recycling_grow_triton,
@@ -95,6 +96,9 @@ SIZES = {
     "words_row",
     "starts_row",
     "text_row",
+    "tree_rows",
+    "rows_of_q",
+    "support",
 }
 SINGLE = {"estimates", "shares", "repetition", "frequency", "presence"}
 TREE = {"ROWS": 16, "WORDS": WORDS, "WORDS_UP": triton.next_power_of_2(WORDS)}
@@ -127,6 +131,12 @@ STEP: list[tuple[Any, str, dict[str, Any], dict[str, str]]] = [
         {"logits": "*fp32", "slots": "*i32"},
     ),
     (path_penalties_triton._forbid, "", {}, {"logits": "*fp32", "slots": "*i32"}),
+    (
+        drawn_rows_triton._choose,
+        "",
+        {"ROWS": 16, "SUPPORT": 32, "BLOCK": 4096},
+        {"logits": "*fp32", "q": "*fp32", "seeds": "*i64", "chosen": "*i64"},
+    ),
 ]
 
 
@@ -136,6 +146,7 @@ WIDE = {
     path_move_triton._move,
     top_k_triton._block_top_k,
     path_penalties_triton._penalise,
+    drawn_rows_triton._choose,
 }  # of four warps
 
 

@@ -8,7 +8,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
+from drawn_cases import many_draws, random_batch
 from top_k_cases import contract, random_logits, special, strided, tied
 from tree_cases import MIXED, Case, binary, chain, dense, each, make, move, random_tree, star
 from work import Work, distance
@@ -17,6 +19,7 @@ from vllm_ext.kernels.ancestor_bits import MAX_ROWS, ancestor_bits
 from vllm_ext.kernels.ancestor_bits_ref import ancestor_bits_ref
 from vllm_ext.kernels.attend_nodes import attend_nodes
 from vllm_ext.kernels.attend_nodes_ref import attend_context_ref, attend_nodes_ref
+from vllm_ext.kernels.drawn_rows import RECURSIVE, choose_drawn
 from vllm_ext.kernels.top_k import top_k_ids
 from vllm_ext.kernels.tree_attention import TreeRows, tree_attention
 from vllm_ext.kernels.tree_attention_triton import tree_attention_triton
@@ -30,6 +33,7 @@ def works(device: str) -> Iterator[Work]:
     """All of them; ``device`` is "cuda", or "cpu" for the interpreter."""
     yield from _top_k(device)
     yield from _bits(device)
+    yield from _drawn(device)
     yield from _attention(device)
     if device == "cuda":
         yield from _attention_of_a_model()
@@ -73,6 +77,26 @@ def _bits(device: str) -> Iterator[Work]:
     )
     size = f"{len(trees)} trees of up to {MAX_ROWS} rows"
     yield Work("ancestor_bits", "triton", size, error, 0.0, call if device == "cuda" else None)
+
+
+def _drawn(device: str) -> Iterator[Work]:
+    def error() -> float:
+        wrong = 0.0
+        for seed in range(6):
+            batch = random_batch(np.random.default_rng(seed))
+            (want, left), (got, ours) = (batch.chosen(form) for form in ("torch", "triton"))
+            wrong = max(wrong, float(got != want), float(distance(ours.softmax(-1), left.softmax(-1))))
+        return wrong
+
+    yield Work("drawn_rows", "triton", "5 trees of up to 9 nodes, 50 tokens", error, 1e-4)
+    if device != "cuda":
+        return
+    for requests in (1, 32):
+        batch = many_draws(RECURSIVE, requests, "", np.random.default_rng(0))
+        logits = torch.randn(len(batch.logits), VOCAB, device=device)
+        call = functools.partial(choose_drawn, logits, *batch[1:], "triton")
+        size = f"{requests} x 3 nodes, {VOCAB} tokens"
+        yield Work("drawn_rows", "triton", size, lambda: 0.0, 0.0, call, requests * VOCAB * 4)
 
 
 def _attention(device: str) -> Iterator[Work]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Protocol
 
 import numpy as np
 from pydantic import Field, field_validator
@@ -23,6 +23,9 @@ from vllm_ext.proposers.base import MethodOptions, Proposer, Request, Sampling
 from vllm_ext.proposers.likeliest_tree import LikeliestTree
 from vllm_ext.proposers.sampled import ROOT, TreeBuilder, grow
 from vllm_ext.proposers.tree import DraftTree, Float32
+
+if TYPE_CHECKING:
+    from vllm_ext.proposers.sampled_device import Growth  # with torch
 
 SELF = "self"
 SEED = 0x5EED  # of the draft's noise: apart from vLLM's and from verification's
@@ -97,7 +100,7 @@ class DraftModelProposer(Proposer):
 
     Options: ClassVar[type[MethodOptions]] = DraftModelOptions
     tested_with: ClassVar[Mapping[str, Any]] = {"model": "self"}
-    on_v2 = None
+    on_v2: ClassVar[Literal["device", "host"] | None] = None
     # Whether a drawn tree must be verified whole or not at all. Of others a scheduler may leave out the last nodes.
     whole: ClassVar[bool] = False
     draft: DraftModel  # set by the adapter, before any request
@@ -128,6 +131,16 @@ class DraftModelProposer(Proposer):
     def chosen(self, num_nodes: int, max_depth: int) -> TreeBuilder:
         """The builder of a tree for any other request: its nodes are chosen, not drawn."""
         return LikeliestTree(num_nodes, max_depth)
+
+    def drawn_on_device(self, num_nodes: int) -> Growth:
+        """What `drawn` builds, of a batch on the device; of methods with ``on_v2 = "device"``."""
+        raise NotImplementedError
+
+    def chosen_on_device(self, num_nodes: int) -> Growth:
+        """What `chosen` builds, likewise."""
+        from vllm_ext.proposers.likeliest_device import Likeliest
+
+        return Likeliest(num_nodes, self.options.max_depth)
 
     def propose(self, requests: Sequence[Request]) -> list[DraftTree]:
         """See `Proposer.propose`. A drawn tree is to be verified as it is, not cut by what it holds."""

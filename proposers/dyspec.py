@@ -22,12 +22,15 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from vllm_ext.kernels.chance import Chance
 from vllm_ext.kernels.sparse import Float64, Sparse
 from vllm_ext.proposers.draft_model import DraftModelProposer
 from vllm_ext.proposers.sampled import ASKED_PER_NODE, ROOT, TreeBuilder, largest, share
+
+if TYPE_CHECKING:
+    from vllm_ext.proposers.sampled_device import Growth  # with torch
 
 
 class SampledTree(TreeBuilder):
@@ -105,7 +108,14 @@ class DySpec(DraftModelProposer):
 
     summary: ClassVar[str] = "a draft model's tree, grown where the target likely agrees"
     paper: ClassVar[str] = "arXiv 2410.11744"
+    on_v2 = "device"
 
     def drawn(self, num_nodes: int, max_depth: int) -> TreeBuilder:
         """See `DraftModelProposer.drawn`."""
         return SampledTree(num_nodes, max_depth, self.chance)
+
+    def drawn_on_device(self, num_nodes: int) -> Growth:
+        """See `DraftModelProposer.drawn_on_device`."""
+        from vllm_ext.proposers.dyspec_device import DynamicTrees
+
+        return DynamicTrees(num_nodes, self.options.max_depth)

@@ -32,6 +32,7 @@ class LayerSkip(SelfDraftProposer):
 
     summary: ClassVar[str] = "the model's first layers draft, the others verify"
     paper: ClassVar[str] = "arXiv 2404.16710"
+    on_v2 = "device"
     Options: ClassVar[type[MethodOptions]] = LayerSkipOptions
 
     def exits(self, num_layers: int) -> list[int]:

@@ -11,7 +11,7 @@ section 3 and appendix; the beam search is that of "Stochastic Beams and Where t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import numpy as np
 from pydantic import Field
@@ -22,6 +22,9 @@ from vllm_ext.proposers.base import MAX_SPECULATIVE_TOKENS, MethodOptions
 from vllm_ext.proposers.draft_model import DraftModelOptions, DraftModelProposer
 from vllm_ext.proposers.sampled import ROOT, TreeBuilder
 from vllm_ext.proposers.tree import SampledDrafts
+
+if TYPE_CHECKING:
+    from vllm_ext.proposers.sampled_device import Growth  # with torch
 
 
 class BranchingTree(TreeBuilder):
@@ -134,10 +137,17 @@ class RsdC(DraftModelProposer):
     summary: ClassVar[str] = "a draft model's tree, sampled without replacement"
     paper: ClassVar[str] = "arXiv 2402.14160"
     Options: ClassVar[type[MethodOptions]] = RsdCOptions
+    on_v2 = "device"
 
     def drawn(self, num_nodes: int, max_depth: int) -> TreeBuilder:
         """See `DraftModelProposer.drawn`."""
         return BranchingTree(self.options.branching[:max_depth], num_nodes, self.chance)
+
+    def drawn_on_device(self, num_nodes: int) -> Growth:
+        """See `DraftModelProposer.drawn_on_device`."""
+        from vllm_ext.proposers.rsd_device import FixedBranching
+
+        return FixedBranching(self.options.branching[: self.options.max_depth], num_nodes, drawn=True)
 
 
 class RsdSOptions(DraftModelOptions):
@@ -152,7 +162,14 @@ class RsdS(DraftModelProposer):
     summary: ClassVar[str] = "a draft model's beams, sampled without replacement"
     paper: ClassVar[str] = "arXiv 2402.14160"
     Options: ClassVar[type[MethodOptions]] = RsdSOptions
+    on_v2 = "device"
 
     def drawn(self, num_nodes: int, max_depth: int) -> TreeBuilder:
         """See `DraftModelProposer.drawn`."""
         return BeamTree(self.options.width, max_depth, num_nodes, self.noise)
+
+    def drawn_on_device(self, num_nodes: int) -> Growth:
+        """See `DraftModelProposer.drawn_on_device`."""
+        from vllm_ext.proposers.rsd_device import Beams
+
+        return Beams(self.options.width, self.options.max_depth, num_nodes)

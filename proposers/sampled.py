@@ -21,6 +21,10 @@ ROOT = -1
 # Most nodes after which the distribution is asked for, for each of the finished tree: the draft's KV of all of them
 # has a place, also of those that are not in the tree in the end.
 ASKED_PER_NODE = 2
+# On the device a batch may have trees of two kinds, whose nodes have places of their own.
+MOST_READ = ASKED_PER_NODE + 1
+# What it reads is a tree too, of 160 rows at most: `vllm_ext.kernels.ancestor_bits.MAX_ROWS`.
+MOST_NODES_ON_DEVICE = 160 // MOST_READ
 
 # The draft's distributions after nodes given as builder (an index) and node.
 Draft = Callable[[Sequence[tuple[int, int]]], Sequence[Sparse]]

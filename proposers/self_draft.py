@@ -8,7 +8,7 @@ output is what it is without drafts, token for token.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import BaseModel, Field
 
@@ -17,6 +17,9 @@ from vllm_ext.proposers.base import MAX_SPECULATIVE_TOKENS, MethodOptions
 from vllm_ext.proposers.draft_model import DraftModelProposer, PassOptions
 from vllm_ext.proposers.likeliest_tree import LikeliestTree
 from vllm_ext.proposers.sampled import TreeBuilder
+
+if TYPE_CHECKING:
+    from vllm_ext.proposers.sampled_device import Growth  # with torch
 
 
 class SelfDraftOptions(PassOptions):
@@ -75,3 +78,14 @@ class SelfDraftProposer(DraftModelProposer):
     def chosen(self, num_nodes: int, max_depth: int) -> TreeBuilder:
         """See `DraftModelProposer`. Leaves need slots too, so no more nodes are asked about than the tree has."""
         return LikeliestTree(num_nodes, max_depth, 1, self.width(), self.worth, self.least_worth)
+
+    def drawn_on_device(self, num_nodes: int) -> Growth:
+        """See `DraftModelProposer`: nothing is drawn."""
+        return self.chosen_on_device(num_nodes)
+
+    def chosen_on_device(self, num_nodes: int) -> Growth:
+        """See `DraftModelProposer`."""
+        from vllm_ext.proposers.likeliest_device import Likeliest
+
+        options = self.options
+        return Likeliest(num_nodes, options.max_depth, 1, self.width(), options.least_sure)

@@ -7,7 +7,7 @@ Source: "SpecTr: Fast Speculative Decoding via Optimal Transport", arXiv 2310.15
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 from pydantic import Field
@@ -18,6 +18,9 @@ from vllm_ext.proposers.base import MethodOptions
 from vllm_ext.proposers.draft_model import DraftModelOptions, DraftModelProposer
 from vllm_ext.proposers.sampled import ROOT, TreeBuilder
 from vllm_ext.proposers.tree import SampledDrafts
+
+if TYPE_CHECKING:
+    from vllm_ext.proposers.sampled_device import Growth  # with torch
 
 
 class IndependentDrafts(TreeBuilder):
@@ -73,8 +76,15 @@ class SpecTr(DraftModelProposer):
     Options: ClassVar[type[MethodOptions]] = SpecTrOptions
     # How many nodes a tree has, and so whether one is cut, depends on which tokens were drawn.
     whole: ClassVar[bool] = True
+    on_v2 = "device"
 
     def drawn(self, num_nodes: int, max_depth: int) -> TreeBuilder:
         """See `DraftModelProposer.drawn`. In the worst case no two drafts share a node."""
         k = min(self.options.drafts, num_nodes)
         return IndependentDrafts(k, min(num_nodes // k, max_depth), self.chance)
+
+    def drawn_on_device(self, num_nodes: int) -> Growth:
+        """See `DraftModelProposer.drawn_on_device`."""
+        from vllm_ext.proposers import spectr_device
+
+        return spectr_device.IndependentDrafts(self.options.drafts, self.options.max_depth, num_nodes)

@@ -10,10 +10,13 @@ drawn with replacement and verified by multi-step speculative sampling; without 
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from vllm_ext.proposers.rsd import BranchingTree, RsdC
 from vllm_ext.proposers.sampled import TreeBuilder
+
+if TYPE_CHECKING:
+    from vllm_ext.proposers.sampled_device import Growth  # with torch
 
 
 class StaticTree(RsdC):
@@ -25,3 +28,9 @@ class StaticTree(RsdC):
     def chosen(self, num_nodes: int, max_depth: int) -> TreeBuilder:
         """See `DraftModelProposer.chosen`."""
         return BranchingTree(self.options.branching[:max_depth], num_nodes, chance=None)
+
+    def chosen_on_device(self, num_nodes: int) -> Growth:
+        """See `DraftModelProposer.chosen_on_device`."""
+        from vllm_ext.proposers.rsd_device import FixedBranching
+
+        return FixedBranching(self.options.branching[: self.options.max_depth], num_nodes, drawn=False)

@@ -32,6 +32,7 @@ class UnifiedSkip(SelfDraftProposer):
 
     summary: ClassVar[str] = "the model drafts without some of its middle layers"
     paper: ClassVar[str] = "arXiv 2404.06954"
+    on_v2 = "device"
     Options: ClassVar[type[MethodOptions]] = UnifiedSkipOptions
     tested_with: ClassVar[Mapping[str, Any]] = {**SelfDraftProposer.tested_with, "speedup": 1.15}
 

@@ -181,6 +181,8 @@ V2_OPTIONS: dict[str, Any] = {
 V2_METHOD = {"method": "token_recycling", "num_speculative_tokens": 6, "budget": "fixed"}
 # Two drafters on the host, one of which wants logits.
 V2_HOST_METHOD = {**V2_METHOD, "method": "hybrid", "drafters": ["token_recycling", "aded"]}
+# The target's first layer drafts.
+V2_MODEL_METHOD = {**V2_METHOD, "method": "dyspec", "model": "self", "self_layers": 1}
 
 
 _v2_engines: list[Any] = []
@@ -224,9 +226,15 @@ def v2_host(v2_dir: str, v2_plain: Any) -> Any:
     return v2_engine(v2_dir, V2_HOST_METHOD)
 
 
-@pytest.fixture(params=["v2_trees", "v2_host"])
+@pytest.fixture(scope="session")
+def v2_model(v2_dir: str, v2_plain: Any) -> Any:
+    """The same with trees of a draft model."""
+    return v2_engine(v2_dir, V2_MODEL_METHOD)
+
+
+@pytest.fixture(params=["v2_trees", "v2_host", "v2_model"])
 def v2_either(request: pytest.FixtureRequest) -> Any:
-    """One, then the other."""
+    """One after the other."""
     return request.getfixturevalue(request.param)
 
 

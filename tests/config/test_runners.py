@@ -106,19 +106,40 @@ def test_trees_fill_tiles_where_nobody_says_how_large_they_are(
     assert config.additional_config["vllm_ext"]["speculation"]["num_speculative_tokens"] == nodes
 
 
-def test_methods_that_draft_with_a_model_run_on_v1() -> None:
+def test_where_methods_draft_on_v2() -> None:
     from vllm_ext.proposers.draft_model import DraftModelProposer
 
     places = {name: load_method(name).on_v2 for name in METHODS}
     with_model = {name for name in METHODS if issubclass(load_method(name), DraftModelProposer)}
-    assert {name for name, place in places.items() if place is None} == with_model
-    assert {name for name, place in places.items() if place == "device"} == {"token_recycling", "hybrid"}
+    on_device = {name for name, place in places.items() if place == "device"}
+    assert {name for name, place in places.items() if place is None} == {"del"}
+    assert on_device == with_model - {"del"} | {"token_recycling", "hybrid"}
+
+
+def test_draft_models_have_their_slots_on_v2(model_dir: str, with_triton: None) -> None:
+    method = {"method": "dyspec", "model": "self", "num_speculative_tokens": 12}
+    config = made(model_dir, method)
+    assert config.use_v2_model_runner
+    assert config.speculative_config.method == class_paths.DEVICE_METHOD
+    assert config.scheduler_config.scheduler_cls == scheduler.path_of(["DraftSlots", "Budget"], ahead=False)
+    fixed = made(model_dir, {**method, "budget": "fixed"})
+    assert fixed.scheduler_config.scheduler_cls == scheduler.path_of(["DraftSlots"], ahead=False)
 
 
 @pytest.mark.parametrize(
     ("method", "options", "reason"),
     [
-        ({"method": "layerskip"}, {}, "method 'layerskip' drafts with a model"),
+        ({"method": "del"}, {}, "method 'del' chooses its exits on the host"),
+        (
+            {"method": "dyspec", "model": "self", "export_dir": "/tmp"},
+            {},
+            "export_dir is set",
+        ),
+        (
+            {"method": "rsd_c", "model": "self", "num_speculative_tokens": 54},
+            {},
+            "num_speculative_tokens=54 is more than 53",
+        ),
         (METHOD, {"scheduler_cls": "vllm.v1.core.sched.scheduler.Scheduler"}, "scheduler_cls is set"),
         (
             METHOD,
@@ -131,7 +152,7 @@ def test_methods_that_draft_with_a_model_run_on_v1() -> None:
             "sampling rules ['awrs'] go with it",
         ),
     ],
-    ids=["method", "scheduler", "processor", "rules"],
+    ids=["method", "export", "nodes", "scheduler", "processor", "rules"],
 )
 def test_what_v2_cannot_do_goes_to_v1_and_says_why(
     model_dir: str,
@@ -162,9 +183,7 @@ def test_a_forced_runner_is_taken_or_refused(
     assert not made(model_dir).use_v2_model_runner
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
     assert made(model_dir).use_v2_model_runner
-    with pytest.raises(
-        ValueError, match=r"'del'.*VLLM_USE_V2_MODEL_RUNNER=1: it must be unset.*with a model"
-    ):
+    with pytest.raises(ValueError, match=r"'del'.*VLLM_USE_V2_MODEL_RUNNER=1: it must be unset.*on the host"):
         made(model_dir, {"method": "del"})
 
 
@@ -184,7 +203,7 @@ def test_the_doctor_says_which(with_triton: None, monkeypatch: pytest.MonkeyPatc
     assert "waits for each step's tokens" in found
     assert checks["runner V2"].status == "ok"
     assert checks["runner V1"].status == "ok"
-    assert "layerskip" in checks["runner V1"].found
+    assert "del" in checks["runner V1"].found
     monkeypatch.setattr(runners, "_has_triton", lambda: False)
     (check,) = environment._runners()
     assert (check.status, check.what) == ("ok", "runner V1")

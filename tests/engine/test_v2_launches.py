@@ -19,6 +19,7 @@ from v2_requests import generate, prompts, sampling
 pytestmark = [pytest.mark.v2, pytest.mark.quick]
 
 MOST, MOST_WITHOUT_DRAFTS = 20, 6  # more than plain's
+MOST_OF_MODEL = 380  # with a draft model, of five levels
 STEPS = 6
 STARTS_NONE = (
     "alias",
@@ -119,6 +120,9 @@ def counted(llm: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Counter[
         patch.setattr(GridExecutor, "__call__", launching)
         patch.setattr(runner.model, "forward", counting.pausing(runner.model.forward))
         patch.setattr(runner.model, "compute_logits", counting.pausing(runner.model.compute_logits))
+        if passes := getattr(getattr(runner, "speculator", None), "passes", None):
+            for name in ("forward", "compute_logits"):
+                patch.setattr(passes.model, name, counting.pausing(getattr(passes.model, name)))
         if hasattr(runner, "kv_movers"):
             patch.setattr(runner, "kv_movers", tuple(map(moving, runner.kv_movers)))
         for name in ("execute_model", "sample_tokens"):
@@ -152,3 +156,12 @@ def test_launches_of_a_step(v2_plain: Any, v2_trees: Any, monkeypatch: pytest.Mo
     monkeypatch.setattr(scheduler, "dynamic_sd_lookup", [0] * 9)
     more, which = most(steady(v2_trees, monkeypatch), plain)
     assert more <= MOST_WITHOUT_DRAFTS, f"{more:.1f}: {which}"
+
+
+def test_launches_of_a_draft_models_step(
+    v2_plain: Any, v2_model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside the models' forward passes."""
+    plain = steady(v2_plain, monkeypatch)
+    more, which = most(steady(v2_model, monkeypatch), plain)
+    assert more <= MOST_OF_MODEL, f"{more:.1f}: {which}"

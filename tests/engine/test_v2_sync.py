@@ -57,6 +57,7 @@ STEPS = {
     "vllm_ext.engine.v2.speculator": ("TreeSpeculator.admit",),
     "vllm_ext.engine.v2.device_speculator": ("DeviceSpeculator.propose",),
     "vllm_ext.engine.v2.host_speculator": ("HostSpeculator.propose",),
+    "vllm_ext.engine.v2.model_speculator": ("ModelSpeculator.propose",),
 }
 
 
@@ -170,6 +171,22 @@ def test_no_step_asks_for_a_value(v2_trees: Any, trapped: None) -> None:
     assert counters(v2_trees)["spec_accepted_tokens"] > before
 
 
+def test_no_step_of_a_draft_model_does(v2_model: Any, trapped: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drawn trees, chosen ones, and both in a batch."""
+    passes = v2_model.llm_engine.model_executor.driver_worker.worker.model_runner.speculator.passes
+    for name in ("forward", "compute_logits"):  # vLLM's, with kernels for CPUs
+        monkeypatch.setattr(passes.model, name, _within(0)(getattr(passes.model, name)))
+    before = counters(v2_model)["spec_accepted_tokens"]
+    for kinds in (
+        [sampling(max_tokens=5), sampling(temperature=0.7, seed=1, max_tokens=5)],
+        [sampling(temperature=0.7, top_p=0.8, max_tokens=5)] * 2,
+        [sampling(max_tokens=5), sampling(temperature=1.0, min_p=0.1, max_tokens=5)],
+    ):
+        generate(v2_model, prompts(2, seed=12), kinds)
+    assert not _waits
+    assert counters(v2_model)["spec_accepted_tokens"] > before
+
+
 @pytest.mark.quick
 def test_drafts_of_the_host_wait_once_a_step(
     v2_host: Any, trapped: None, monkeypatch: pytest.MonkeyPatch
@@ -229,7 +246,9 @@ FILES = (
     ),
     ENGINE / "scheduler/budget.py",
     *sorted(ENGINE.glob("attention/*_captured.py")),
-    ROOT / "proposers/token_recycling_device.py",
+    *sorted(ROOT.glob("proposers/*_device.py")),
+    ENGINE / "draft_model/device_passes.py",
+    *(ROOT / "kernels" / name for name in ("drawn_rows.py", "drawn_rows_triton.py")),
     *(ROOT / "kernels" / name for name in ("device_trees.py", "device_trees_triton.py")),
     *(
         ROOT / "kernels" / name
@@ -254,6 +273,8 @@ KNOWN = {
     "Calibration.of_prior",  # at start-up
     "TreeBadWords.apply",  # numpy: num_bad_words
     "LearningSampler.__call__",  # numpy: prefill_len_np
+    "ModelSpeculator.has_drawn",  # numpy
+    "DevicePasses.read",  # numpy: lengths
 }
 
 

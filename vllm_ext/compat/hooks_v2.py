@@ -347,6 +347,13 @@ V2_HOOKS = (
         ("attn_groups", "num_reqs", "num_tokens", "query_start_loc_gpu", "query_start_loc_cpu"),
         "makes the metadata that trees are marked in",
     ),
+    Hook(
+        f"{_GPU}.attn_utils",
+        "init_attn_backend",
+        ("kv_cache_config", "vllm_config", "device", "active_layer_names"),
+        "makes the metadata builders of a draft model's layers",
+    ),
+    Hook(f"{_GPU}.block_table", "BlockTables.apply_staged_writes", None, "tells which blocks a request has"),
 )
 
 TABLES = {"V1": HOOKS, "V2": V2_HOOKS, "CUDA": CUDA_HOOKS}

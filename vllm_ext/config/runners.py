@@ -3,14 +3,18 @@
 
 vLLM's own choice is V2 wherever there is Triton; its way for a drafter of the user's own leads back to V1, without
 asynchronous scheduling. A method that drafts without a model takes V2: on the device, where nothing waits for
-anything, or on the host, which waits for each step's tokens. Methods that draft with a model, and features that V2's
-form does not have yet, run on V1 as before: the same output, and the reason is logged.
+anything, or on the host, which waits for each step's tokens; draft models and early exits draft on the device. What
+V2's form does not have yet runs on V1 as before: the same output, and the reason is logged.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
+
+from vllm_ext.proposers.draft_model import DraftModelOptions, PassOptions
+from vllm_ext.proposers.sampled import MOST_NODES_ON_DEVICE
 
 if TYPE_CHECKING:
     from vllm_ext.config.rules import RuleSettings
@@ -71,8 +75,9 @@ def choose(args: Any, settings: Settings, ruled: RuleSettings | None, *, encoded
     reasons = (
         (
             settings.proposer_class.on_v2 is None,
-            f"method {settings.method!r} drafts with a model",
+            f"method {settings.method!r} chooses its exits on the host, by what it has seen",
         ),
+        *_of_passes(settings.options),
         (bool(need_v1), f"sampling rules {need_v1} go with it"),
         (encoded_kv, "the KV cache is encoded"),
         (args.scheduler_cls is not None, "scheduler_cls is set"),
@@ -83,6 +88,18 @@ def choose(args: Any, settings: Settings, ruled: RuleSettings | None, *, encoded
         if there:
             return RunnerChoice("V1", reason)
     return RunnerChoice("V2", own.reason)
+
+
+def _of_passes(options: Any) -> Iterator[tuple[bool, str]]:
+    """What models that draft cannot do on V2, as in `choose`."""
+    if isinstance(options, DraftModelOptions):
+        yield options.export_dir is not None, "export_dir is set: drafts on the device do not see answers"
+    if isinstance(options, PassOptions):
+        nodes = options.num_speculative_tokens
+        yield (
+            nodes > MOST_NODES_ON_DEVICE,
+            f"num_speculative_tokens={nodes} is more than {MOST_NODES_ON_DEVICE}",
+        )
 
 
 def _has_triton() -> bool:

@@ -72,10 +72,10 @@ class Speculation(Feature):
     def scheduler_parts(self, vllm_config: Any, asked: Asked) -> Sequence[str]:
         if asked.method is None:
             return ()
+        slots = ("DraftSlots",) if isinstance(asked.method.options, PassOptions) else ()
         if asked.on_v2:
-            return ("Budget",) if _has_levels(vllm_config) else ()
-        passes = isinstance(asked.method.options, PassOptions)
-        return "DraftCounts", "DraftSlots" if passes else "StructuredDrafts"
+            return (*slots, "Budget") if _has_levels(vllm_config) else slots
+        return "DraftCounts", *(slots or ("StructuredDrafts",))
 
     def settings(self, asked: Asked) -> dict[str, Any]:
         return {} if asked.method is None else {speculative.SPECULATION: asked.method.to_additional_config()}

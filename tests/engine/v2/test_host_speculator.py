@@ -75,7 +75,7 @@ def speculator(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> Iterator[HostS
         scheduler_config=SimpleNamespace(max_num_seqs=SLOTS),
     )
     made = HostSpeculator(vllm_config, torch.device("cpu"), None)
-    made.load()
+    made.load(None)
     made.serve()
     return made
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from vllm_ext.proposers.sampled import ASKED_PER_NODE
+from vllm_ext.proposers.sampled import ASKED_PER_NODE, MOST_READ
 
 
 class DraftSlots:
@@ -22,7 +22,8 @@ class DraftSlots:
 
         A step may put out one token more than it had rows for, which is the root of the next tree.
         """
-        return 1 + ASKED_PER_NODE * int(self.vllm_config.speculative_config.num_speculative_tokens)
+        most = MOST_READ if self.vllm_config.use_v2_model_runner else ASKED_PER_NODE
+        return 1 + most * int(self.vllm_config.speculative_config.num_speculative_tokens)
 
     @num_lookahead_tokens.setter
     def num_lookahead_tokens(self, value: int) -> None:

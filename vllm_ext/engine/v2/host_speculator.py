@@ -51,7 +51,7 @@ class HostSpeculator(TreeSpeculator):
     def memory(self) -> tuple[int, str]:
         return self.drafts.proposer.memory_bytes, "host"
 
-    def load(self) -> None:
+    def load(self, target: Any) -> None:
         self.drafts.load()
 
     def start(self, slot: int, request: Any, chain: bool, most_depth: int) -> None:

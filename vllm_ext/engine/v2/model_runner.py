@@ -27,11 +27,13 @@ from vllm_ext.engine.v2 import shares
 from vllm_ext.engine.v2.device_speculator import DeviceSpeculator
 from vllm_ext.engine.v2.host_speculator import HostSpeculator
 from vllm_ext.engine.v2.logits_processor import RuleProcessor
+from vllm_ext.engine.v2.model_speculator import ModelSpeculator
 from vllm_ext.engine.v2.model_state import TreeState
 from vllm_ext.engine.v2.penalties import TreeBadWords, TreePenalties
 from vllm_ext.engine.v2.rejection_sampler import LearningSampler, TreeVerifier
 from vllm_ext.engine.v2.speculator import TreeSpeculator
 from vllm_ext.engine.v2.user_processors import AskedProcessor
+from vllm_ext.proposers.draft_model import PassOptions
 from vllm_ext.proposers.level_budget import levels_of
 
 logger = init_logger("vllm.vllm_ext")
@@ -76,13 +78,14 @@ class SpeculativeRunner:
         self.rejection_sampler = TreeVerifier(
             self.sampler, runner.speculative_config, self.device, self.speculator
         )
-        self.speculator.load()
+        self.speculator.load(runner.model)
 
     def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> None:
         """After vLLM has bound the caches: find out whether this model can verify trees."""
         super().initialize_kv_cache(*args, **kwargs)  # type: ignore[misc]
         # vLLM's own would cut drafts on the device, by chances of a drafter's chains: steps come cut.
         self.speculator.varlen, self.adaptive_verification = self.adaptive_verification is not None, None
+        self.speculator.bind(self)
         reason = self.speculator.chain_reason = self._chain_reason()
         if reason is not None:
             tree_layers.warn_of_chains(reason)
@@ -92,7 +95,8 @@ class SpeculativeRunner:
             tree_backend.warm_up(layers[0])
             type(layers[0].impl).choose(layers, [1 + level for level in self._levels if level])
         self.kv_movers = tuple(
-            (group_id, _path_mover(owners)) for group_id, owners in tree_layers.cache_owners(self)
+            (group_id, _path_mover(owners))
+            for group_id, owners in tree_layers.cache_owners(self, self.speculator.own_layers)
         )
 
     @property
@@ -216,7 +220,9 @@ def install(runner: Any) -> None:
     patches.subclass_in_place(runner, SpeculativeRunner)
     settings = speculative.from_vllm_config(runner.vllm_config)
     assert settings is not None
-    kind = DeviceSpeculator if runners.is_on_device(settings) else HostSpeculator
+    kind: type[TreeSpeculator] = DeviceSpeculator if runners.is_on_device(settings) else HostSpeculator
+    if isinstance(settings.options, PassOptions):
+        kind = ModelSpeculator
     runner.speculator = kind(runner.vllm_config, runner.device, runner.req_states)
     runner.speculator.may_vary = runner._may_vary
     if reason := shares.problem(runner.vllm_config, settings):

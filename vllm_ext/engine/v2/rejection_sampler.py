@@ -25,6 +25,7 @@ from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler, g
 
 from vllm_ext.engine.v2.speculator import BACKEND, SLOW_DEPTH, Paths, StepRows, TreeSpeculator
 from vllm_ext.kernels.device_trees import Walked, walk
+from vllm_ext.kernels.drawn_rows import choose_drawn
 from vllm_ext.kernels.recycling import WalkedRows
 
 NO_TOKEN = -1
@@ -166,7 +167,7 @@ class TreeVerifier(RejectionSampler):  # type: ignore[misc]  # vLLM is untyped t
         else:
             with self._along(rows):
                 processed, sampled = self._sample(
-                    logits, row_slots, slots, slots_np, pos, tokens, offset, seq_lens_np
+                    logits, row_slots, slots, slots_np, pos, tokens, offset, seq_lens_np, row_start
                 )
 
         def follow(totals: torch.Tensor | None = None) -> None:
@@ -275,6 +276,7 @@ class TreeVerifier(RejectionSampler):  # type: ignore[misc]  # vLLM is untyped t
             flat = self._trees.to_device(
                 np.concatenate([np.arange(start[i], start[i + 1]) for i in others]) - start[0]
             )
+            own_start = np.cumsum([0, *np.diff(start)[others]])
             picked = self._trees.to_device(others)
             with self._along(flat + rows.start):
                 masked, sampled[flat] = self._sample(
@@ -286,6 +288,7 @@ class TreeVerifier(RejectionSampler):  # type: ignore[misc]  # vLLM is untyped t
                     tokens[flat],
                     offset[flat],
                     seq_lens_np[others],
+                    self._trees.to_device(own_start, torch.int32),
                 )
             if processed is not None:
                 processed[flat] = masked.to(processed.dtype)
@@ -301,14 +304,34 @@ class TreeVerifier(RejectionSampler):  # type: ignore[misc]  # vLLM is untyped t
         tokens: torch.Tensor,
         offset: torch.Tensor,
         seq_lens_np: Any,
+        row_start: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """What vLLM's sampler makes of some rows, and the token that it draws for each."""
-        sampler = self.sampler
+        """What vLLM's sampler makes of some rows, and the token that it draws for each.
+
+        Where the rows are whole trees, these begin at ``row_start``; of drawn ones the verifier may have a child first.
+        """
+        sampler, trees = self.sampler, self._trees
         processed = sampler.apply_sampling_params(
             logits, row_slots, slots, slots_np, pos, tokens, offset, seq_lens_np
         )
+        left, accepted = processed, None
+        if row_start is not None and trees.has_drawn(slots_np):
+            # Changed in place: not the logits, and not what log-probabilities are read from.
+            copied = processed is not logits and not self._reads_processed
+            left = processed if copied else processed.to(torch.float32, copy=True)
+            accepted = choose_drawn(
+                left,
+                row_start,
+                slots,
+                tokens,
+                pos,
+                trees.prefill_len,
+                trees.drawn,
+                sampler.sampling_states.seeds.gpu,
+                BACKEND,
+            )
         sampled = gumbel_sample(
-            processed,
+            left,
             row_slots,
             sampler.sampling_states.temperature.gpu,
             sampler.sampling_states.seeds.gpu,
@@ -317,6 +340,8 @@ class TreeVerifier(RejectionSampler):  # type: ignore[misc]  # vLLM is untyped t
             is_drafting=False,
             use_fp64=sampler.use_fp64_gumbel,
         )
+        if accepted is not None:
+            sampled = torch.where(accepted >= 0, accepted, sampled)
         return processed, sampled
 
     def _get_logprobs_tensors(

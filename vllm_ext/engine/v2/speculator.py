@@ -10,7 +10,7 @@ next step while this one runs. What the host decides it decides by what it knew 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -24,6 +24,7 @@ from vllm_ext.config import speculative
 from vllm_ext.engine.v2.counters import Counts
 from vllm_ext.kernels.backends import Backend
 from vllm_ext.kernels.device_trees import RowLayout, SlotTrees, lay_out
+from vllm_ext.kernels.drawn_rows import DrawnTrees
 from vllm_ext.kernels.recycling import WalkedRows
 from vllm_ext.kernels.top_k import top_k_ids
 from vllm_ext.proposers.tree import Float32
@@ -56,6 +57,7 @@ class TreeSpeculator(BaseSpeculator):  # type: ignore[misc]  # vLLM is untyped t
     draft_logits = None  # drafts are certain
 
     trees: SlotTrees  # for the next step; the subclass makes them
+    drawn: DrawnTrees  # likewise, where some are
     only_chains = False  # by the method's own options
     # By request, of the nodes of its tree, as far as the host knows; see `shares.cut`.
     chances: Mapping[str, Float32] = MappingProxyType({})
@@ -185,8 +187,24 @@ class TreeSpeculator(BaseSpeculator):  # type: ignore[misc]  # vLLM is untyped t
     def forget(self) -> None:
         """Draft as if nothing had been learnt, for benchmarks. No request may be under way."""
 
-    def load(self) -> None:
-        """The model is loaded, nothing has run yet."""
+    def load(self, target: Any) -> None:
+        """vLLM's model is loaded, nothing has run yet."""
+
+    def bind(self, runner: Any) -> None:
+        """vLLM has bound the caches, for a while or for good.
+
+        Raises:
+            ValueError: what drafts cannot use them.
+        """
+
+    @property
+    def own_layers(self) -> Sequence[str]:
+        """Names of attention layers that are not the target's."""
+        return ()
+
+    def has_drawn(self, slots: Any) -> bool:
+        """Whether any of these has a tree that was drawn: what verification needs of them is ``drawn``."""
+        return False
 
     def finish(self, request_ids: Iterable[str]) -> None:
         """Requests are gone: finished or aborted, not preempted."""

@@ -1,0 +1,269 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Forward passes over the nodes of growing trees in vLLM's V2 worker: what models that draft there have in common.
+
+The host knows the shapes of all passes without asking the device. Draft nodes lie behind a request's text, in slots of
+the KV cache that the scheduler reserves, in the order of their places (see `proposers.sampled_device`); each sees the
+tokens before the tree, its ancestors and itself.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from vllm.forward_context import set_forward_context
+from vllm.utils.torch_utils import async_tensor_h2d
+
+from vllm_ext.engine import tree_layers
+from vllm_ext.engine.attention import tree_backend
+from vllm_ext.kernels.backends import Backend
+from vllm_ext.kernels.top_k import MAX_K, top_k_ids
+from vllm_ext.kernels.tree_attention import TreeRows
+
+MOST_LOGITS = 256  # rows whose logits are there at a time
+NO_SLOT = -1  # nothing is written there
+
+
+class Likeliest(NamedTuple):
+    """Distributions after some rows, their likeliest tokens only."""
+
+    ids: torch.Tensor  # int32 [rows, MAX_K], likeliest first
+    log_q: (
+        torch.Tensor
+    )  # float32 [rows, MAX_K] at temperature 1, over the whole vocabulary; -inf: there is none
+
+
+class Texts(NamedTuple):
+    """Whose nodes a pass reads, in the order of the step."""
+
+    slots: torch.Tensor  # int64 [requests]
+    lengths: torch.Tensor  # int32 [requests] tokens of each
+    number: int  # requests
+
+
+class Room(NamedTuple):
+    """Of the nodes that are read in a step, by place."""
+
+    slots: torch.Tensor  # int64 [requests, nodes] where the KV of each goes; NO_SLOT: nowhere
+    positions: torch.Tensor  # int64 [requests, nodes] rotary positions
+
+
+class DevicePasses(ABC):
+    """A model that drafts, its place in the caches, and its passes.
+
+    Args:
+        vllm_config: the target's.
+        req_states: vLLM's ``RequestState``.
+        backend: of the kernels.
+        what: how errors name the model.
+    """
+
+    what_next: str  # what an error says of layers that do not fit
+    reads = False  # whether it has a cache of its own, which `read` keeps in step with the target's
+
+    def __init__(self, vllm_config: Any, req_states: Any, backend: Backend, what: str) -> None:
+        self._target_config, self._states, self._backend, self._what = vllm_config, req_states, backend, what
+        self._max_model_len: int = vllm_config.model_config.max_model_len
+        self._device: torch.device = req_states.device
+        self.vocab_size: int = vllm_config.model_config.get_vocab_size()
+        self.config: Any = vllm_config  # vLLM's, of the model that drafts
+        self.layers: list[str] = []  # names of the attention layers it runs
+        self.own_layers: list[str] = []  # those of them that are not the target's
+        self._runner: Any = None
+        self._group_id = 0  # of KV
+        self._constants: dict[tuple[Any, ...], tuple[torch.Tensor, ...]] = {}  # by shapes
+
+    @abstractmethod
+    def load(self, target: Any) -> None:
+        """Make it; ``target`` is vLLM's model, loaded."""
+
+    def bind(self, runner: Any) -> None:
+        """After vLLM has bound the caches.
+
+        Raises:
+            ValueError: its layers cannot attend over trees, or lie in several groups of caches.
+        """
+        self._runner = runner
+        context = self._target_config.compilation_config.static_forward_context
+        for name in self.layers:
+            if problem := tree_layers.layer_problem(name, context[name], self._target_config):
+                raise ValueError(f"{self._what}: {problem}. {self.what_next}")
+        groups = [
+            group_id
+            for group_id, group in enumerate(runner.kv_cache_config.kv_cache_groups)
+            if not set(self.layers).isdisjoint(group.layer_names)
+        ]
+        if len(groups) != 1:
+            raise ValueError(
+                f"{self._what}: its layers need several KV cache groups, where all must have full attention. "
+                f"{self.what_next}"
+            )
+        self._group_id = groups[0]
+
+    @abstractmethod
+    def read(self, input_batch: Any, most_new: int, behind: Sequence[int]) -> tuple[Texts, Likeliest]:
+        """Read what the step has committed, as far as it was not.
+
+        Args:
+            input_batch: vLLM's, of the step.
+            most_new: tokens that a request may have put out.
+            behind: by request, tokens more that were not read yet, at most.
+
+        Returns:
+            The texts as they are now, and the distribution after each one's last token.
+        """
+
+    def room(self, texts: Texts, widths: Sequence[int]) -> Room:
+        """Where the nodes of a step lie, which all of its passes read.
+
+        Args:
+            texts: what lies before them.
+            widths: how many nodes of each depth, from 1 on, are read of a request.
+        """
+        place, depth, whose = self._places(texts.number, tuple(widths))
+        at = texts.lengths[:, None] + place
+        starts = torch.arange(texts.number + 1, device=at.device) * place.shape[1]
+        slots = self._kv_slots(texts.slots, starts.to(torch.int32), at.flatten().long(), whose, None)
+        return Room(slots.view(at.shape), (texts.lengths[:, None] + depth).long())
+
+    def _places(self, number: int, widths: tuple[int, ...]) -> tuple[torch.Tensor, ...]:
+        """Made once: int32 ``[1, nodes]`` each node's place, and its depth less 1; int64 ``[number * nodes]`` whose."""
+        key = number, widths
+        if key not in self._constants:
+            depths = np.repeat(np.arange(len(widths)), widths)
+            whose = np.repeat(np.arange(number), len(depths))
+            parts = (
+                (np.arange(len(depths))[None], torch.int32),
+                (depths[None], torch.int32),
+                (whose, torch.int64),
+            )
+            self._constants[key] = tuple(self._to_device(part, dtype) for part, dtype in parts)
+        return self._constants[key]
+
+    def nodes(
+        self, texts: Texts, room: Room, tokens: torch.Tensor, parents: torch.Tensor, past: int
+    ) -> Likeliest:
+        """Read the nodes of one depth, the same number of each request.
+
+        Args:
+            texts: what lies before them.
+            room: of all nodes of the step.
+            tokens: int32 ``[requests, width]``.
+            parents: int32 ``[requests, past + width]``: places of the parents of all nodes read so far and of these; -1
+                of those that have none but the last token.
+            past: nodes of a request that were read before.
+        """
+        number, width = tokens.shape
+        key = number, width, past
+        if key not in self._constants:
+            rows = [range(0, number * width, width), [past + width] * number, [past] * number]
+            rows.append(range(0, (number + 1) * (past + width), past + width))
+            self._constants[key] = tuple(self._to_device(np.array(row), torch.int32) for row in rows)
+        first_row, num_rows, num_past, row_start = self._constants[key]
+        trees = TreeRows(
+            block_table=self._runner.block_tables.input_block_tables[self._group_id][:number],
+            first_row=first_row,
+            num_rows=num_rows,
+            num_past=num_past,
+            context_len=texts.lengths,
+            parents=parents.flatten(),
+            max_rows=past + width,
+        )
+        vars(trees).update(row_start=row_start)
+        metadata = SimpleNamespace(**{tree_backend.TREES: tree_backend.TreeMetadata(trees, None, None)})
+
+        def here(values: torch.Tensor) -> torch.Tensor:
+            # Of one column, `flatten` gives a view, which kernels would take for an array without gaps.
+            return values[:, past : past + width].contiguous().flatten()
+
+        hidden = self._forward(
+            tokens.flatten(),
+            here(room.positions),
+            here(room.slots),
+            dict.fromkeys(self.layers, metadata),
+        )
+        return self._likeliest(hidden)
+
+    def dummy(self, num_tokens: int) -> None:
+        """A pass of so many rows, without attention, as vLLM's own dummy runs: what memory it takes is measured."""
+        zeros = torch.zeros(num_tokens, dtype=torch.int64, device=self._device)
+        hidden = self._forward(zeros, zeros, None, None)
+        self._likeliest(hidden[:MOST_LOGITS])
+
+    def _kv_slots(
+        self,
+        slots: torch.Tensor,
+        query_start: torch.Tensor,
+        place: torch.Tensor,
+        whose: torch.Tensor,
+        there: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """int64 ``[rows]``: where the KV at a place of a request's text lies; NO_SLOT where it has no block, or is not
+        ``there``.
+        """
+        tables = self._runner.block_tables
+        inside = place.clamp(max=self._max_model_len - 1)
+        found = torch.empty((tables.num_kv_cache_groups, len(place)), dtype=torch.int64, device=place.device)
+        tables.compute_slot_mappings(slots, query_start, inside, len(place), out=found)
+        blocks = tables.num_blocks.gpu[self._group_id][slots][whose]
+        good = (place < self._max_model_len) & (place < blocks * tables.block_sizes[self._group_id])
+        if there is not None:
+            good &= there
+        result: torch.Tensor = torch.where(good, found[self._group_id], NO_SLOT)
+        return result
+
+    def _forward(
+        self, tokens: torch.Tensor, positions: torch.Tensor, kv_slots: torch.Tensor | None, metadata: Any
+    ) -> torch.Tensor:
+        """``[rows, hidden]``; without slots and metadata nothing is written or attended."""
+        known = torch.where(tokens < self.vocab_size, tokens, 0).to(torch.int32)
+        positions = positions.clamp(max=self._max_model_len - 1)
+        with self._context(len(tokens), kv_slots, metadata):
+            return self._run(known, positions)
+
+    @abstractmethod
+    def _run(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """The model itself, in vLLM's forward context; int32 and int64 ``[rows]``."""
+
+    @abstractmethod
+    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """``[rows, vocab]``."""
+
+    @contextmanager
+    def _context(self, num_rows: int, kv_slots: torch.Tensor | None, metadata: Any) -> Iterator[None]:
+        slot_mapping = dict.fromkeys(self.layers, kv_slots) if kv_slots is not None else {}
+        with (
+            torch.inference_mode(),
+            set_forward_context(metadata, self.config, num_tokens=num_rows, slot_mapping=slot_mapping),
+        ):
+            yield
+
+    def _likeliest(self, hidden: torch.Tensor) -> Likeliest:
+        parts = [self._of_some(part) for part in torch.split(hidden, MOST_LOGITS)]
+        if len(parts) == 1:
+            return parts[0]
+        return Likeliest(*(torch.cat(part) for part in zip(*parts, strict=True)))
+
+    def _of_some(self, hidden: torch.Tensor) -> Likeliest:
+        with torch.inference_mode():
+            logits = self._logits(hidden)[:, : self.vocab_size]
+            support = min(MAX_K, self.vocab_size)
+            ids = top_k_ids(logits, support, self._backend)
+            total = torch.logsumexp(logits.float(), 1, keepdim=True)
+            log_q = logits.gather(1, ids.long()).float() - total
+        missing = MAX_K - support
+        if not missing:
+            return Likeliest(ids, log_q)
+        return Likeliest(
+            torch.nn.functional.pad(ids, (0, missing)),
+            torch.nn.functional.pad(log_q, (0, missing), value=-torch.inf),
+        )
+
+    def _to_device(self, numbers: Any, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+        moved: torch.Tensor = async_tensor_h2d(numbers, device=self._device, dtype=dtype)
+        return moved

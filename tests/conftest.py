@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -54,6 +54,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--method",
         help="name or JSON object: what the engine tests test instead of Token Recycling, see scripts/matrix.sh",
+    )
+    parser.addoption(
+        "--v2-method",
+        help="likewise, for the tests that all drafters of the V2 runner share, see scripts/matrix_v2.sh",
     )
     parser.addoption(
         "--plain-answers",
@@ -232,10 +236,37 @@ def v2_model(v2_dir: str, v2_plain: Any) -> Any:
     return v2_engine(v2_dir, V2_MODEL_METHOD)
 
 
+@pytest.fixture(scope="session")
+def v2_given(
+    v2_dir: str, v2_plain: Any, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Any:
+    """The same with the method that ``--v2-method`` names; a corpus is the docs, by the slice's tokenizer."""
+    given = request.config.getoption("--v2-method")
+    method = json.loads(given) if given.startswith("{") else {"method": given}
+    if method["method"] == "rest":
+        from vllm_ext.data.datastore_build import build
+
+        store = tmp_path_factory.mktemp("corpus") / "store"
+        build([Path("docs")], store, v2_dir, "text", False, lambda *_: None, include=["*.md"])
+        method["datastore"] = str(store)
+    return v2_engine(v2_dir, {**method, "num_speculative_tokens": 6, "budget": "fixed"})
+
+
 @pytest.fixture(params=["v2_trees", "v2_host", "v2_model"])
 def v2_either(request: pytest.FixtureRequest) -> Any:
     """One after the other."""
-    return request.getfixturevalue(request.param)
+    if request.config.getoption("--v2-method") is None:
+        return request.getfixturevalue(request.param)
+    if request.param != "v2_trees":
+        pytest.skip("another method was asked for")
+    return request.getfixturevalue("v2_given")
+
+
+@pytest.fixture
+def accepted_at_least(request: pytest.FixtureRequest) -> Callable[[int], int]:
+    """How many drafts must be accepted: the number of the methods whose tests these are, one of any other."""
+    given = request.config.getoption("--v2-method")
+    return lambda number: number if given is None else 1
 
 
 @pytest.fixture(scope="session")

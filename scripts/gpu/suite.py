@@ -111,6 +111,7 @@ class Suite:
         options: dict[str, Any] = {"enable_prefix_caching": True}
         fixed = {"budget": "fixed", "num_speculative_tokens": 6}
         graphs: dict[str, Method] = {"plain": None, **{name: {"method": name, **fixed} for name in OURS}}
+        graphs["dyspec"] = {"method": "dyspec", "model": "self", "self_layers": 1, **fixed}
         larger = {"method": "token_recycling", "budget": "fixed", "num_speculative_tokens": 15}
         if self.dry:
             self.start("float32", CORRECT["float32"], {**graphs, "token_recycling 15": larger}, **options)

@@ -7,6 +7,7 @@ were seen to find are named where they are.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -23,7 +24,12 @@ SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required"
 @pytest.mark.parametrize(
     "v2_either", [pytest.param("v2_trees", marks=pytest.mark.quick), "v2_host"], indirect=True
 )
-def test_mixed_requests_in_one_batch(v2_plain: Any, v2_either: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mixed_requests_in_one_batch(
+    v2_plain: Any,
+    v2_either: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    accepted_at_least: Callable[[int], int],
+) -> None:
     """More requests than there are places, prompts in chunks beside trees, each request another kind of sampling.
 
     Found: rotary positions of a chain, ancestors of a chain, no KV moved, noise keyed by the flat row.
@@ -50,8 +56,9 @@ def test_mixed_requests_in_one_batch(v2_plain: Any, v2_either: Any, monkeypatch:
         assert list(a) == list(b)
         assert all(abs(a[t].logprob - b[t].logprob) < 1e-3 and a[t].rank == b[t].rank for t in a)
     new = {name: total - before[name] for name, total in counters(v2_either).items()}
-    assert new["spec_accepted_tokens"] > 20
-    assert any(rows[1:3] == [0, 0] for rows in parents)  # that branch
+    assert new["spec_accepted_tokens"] >= accepted_at_least(21)
+    if accepted_at_least(0) == 0:
+        assert any(rows[1:3] == [0, 0] for rows in parents)  # that branch
     assert new["spec_emitted_tokens"] == new["spec_steps"] + new["spec_accepted_tokens"]
     assert new["spec_accepted_tokens"] <= new["spec_draft_tokens"] <= 6 * new["spec_steps"]
     assert new["fallbacks:structured_output_chain"] > 0
@@ -75,7 +82,7 @@ def test_drafts_of_the_host(v2_plain: Any, v2_host: Any, monkeypatch: pytest.Mon
     assert any(rows[1:3] == [0, 0] for rows in parents)  # that branch
 
 
-def test_penalties_of_a_path(v2_plain: Any, v2_either: Any) -> None:
+def test_penalties_of_a_path(v2_plain: Any, v2_either: Any, accepted_at_least: Callable[[int], int]) -> None:
     """Of text that repeats itself, so that trees branch and are accepted. Found: penalties of the flat list."""
     texts = [text * 2 for text in prompts(4, seed=21)]
     kinds = [
@@ -89,7 +96,7 @@ def test_penalties_of_a_path(v2_plain: Any, v2_either: Any) -> None:
         moved = kinds[shift:] + kinds[:shift]
         expected = tokens(generate(v2_plain, texts, moved))
         assert_same_outputs(expected, tokens(generate(v2_either, texts, moved)))
-    assert counters(v2_either)["spec_accepted_tokens"] > before + 30
+    assert counters(v2_either)["spec_accepted_tokens"] >= before + accepted_at_least(31)
 
 
 def test_penalties_and_bad_words_are_sampled_at_once(

@@ -6,6 +6,7 @@ The table of what that is, is docs/request-states.md.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -85,7 +86,12 @@ def test_a_few_in_one_batch(v2_plain: Any, v2_trees: Any) -> None:
     check_same(v2_plain, v2_trees, FEW, max_tokens=9)
 
 
-def test_all_states_in_one_batch(v2_plain: Any, v2_either: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_states_in_one_batch(
+    v2_plain: Any,
+    v2_either: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    accepted_at_least: Callable[[int], int],
+) -> None:
     """More requests than places: they come, go and change places. Found: all requests with a temperature under a
     processor that none of them uses.
     """
@@ -106,7 +112,7 @@ def test_all_states_in_one_batch(v2_plain: Any, v2_either: Any, monkeypatch: pyt
         assert END[0] not in answers[name][:budget]
     assert answers["budget, later"].count(START) > 1
     assert expected[names.index("repetition")].outputs[0].finish_reason == "repetition"
-    assert counters(v2_either)["spec_accepted_tokens"] > before + 20
+    assert counters(v2_either)["spec_accepted_tokens"] >= before + accepted_at_least(21)
     # Sampled depth by depth are those that have to be; a processor that a request does not use is none of its business.
     assert sum(dependent) == sum(("budget" in name) + ("own" in name) for name in names)
 

@@ -17,8 +17,11 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import v2_engine
 from torch.utils._python_dispatch import TorchDispatchMode
 from v2_requests import counters, generate, prompts, sampling
+
+from vllm_ext.proposers.registry import load_method
 
 pytestmark = pytest.mark.v2
 ROOT = Path(__file__).parents[2]
@@ -171,11 +174,27 @@ def test_no_step_asks_for_a_value(v2_trees: Any, trapped: None) -> None:
     assert counters(v2_trees)["spec_accepted_tokens"] > before
 
 
-def test_no_step_of_a_draft_model_does(v2_model: Any, trapped: None, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "method", ["dyspec", "rsd_c", "rsd_s", "spectr", "static_tree", "layerskip", "unified_skip"]
+)
+def test_no_step_of_a_model_that_drafts_does(
+    v2_plain: Any, v2_dir: str, method: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Drawn trees, chosen ones, and both in a batch."""
+    options = {
+        "method": method,
+        **load_method(method).tested_with,
+        "num_speculative_tokens": 6,
+        "budget": "fixed",
+    }
+    v2_model = v2_engine(v2_dir, options)
+    request.getfixturevalue("trapped")
     passes = v2_model.llm_engine.model_executor.driver_worker.worker.model_runner.speculator.passes
-    for name in ("forward", "compute_logits"):  # vLLM's, with kernels for CPUs
-        monkeypatch.setattr(passes.model, name, _within(0)(getattr(passes.model, name)))
+    model = passes.model if passes.reads else passes._target  # vLLM's, with kernels for CPUs
+    for name in ("forward", "compute_logits"):
+        monkeypatch.setattr(model, name, _within(0)(getattr(model, name)))
+    if not passes.reads:
+        monkeypatch.setattr(passes, "_slice", _within(0)(passes._slice))
     before = counters(v2_model)["spec_accepted_tokens"]
     for kinds in (
         [sampling(max_tokens=5), sampling(temperature=0.7, seed=1, max_tokens=5)],
@@ -247,7 +266,7 @@ FILES = (
     ENGINE / "scheduler/budget.py",
     *sorted(ENGINE.glob("attention/*_captured.py")),
     *sorted(ROOT.glob("proposers/*_device.py")),
-    ENGINE / "draft_model/device_passes.py",
+    *sorted(ENGINE.glob("draft_model/device_*.py")),
     *(ROOT / "kernels" / name for name in ("drawn_rows.py", "drawn_rows_triton.py")),
     *(ROOT / "kernels" / name for name in ("device_trees.py", "device_trees_triton.py")),
     *(
@@ -274,7 +293,7 @@ KNOWN = {
     "TreeBadWords.apply",  # numpy: num_bad_words
     "LearningSampler.__call__",  # numpy: prefill_len_np
     "ModelSpeculator.has_drawn",  # numpy
-    "DevicePasses.read",  # numpy: lengths
+    "SeparateOnDevice.read",  # numpy: lengths
 }
 
 

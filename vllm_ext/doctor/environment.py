@@ -147,8 +147,8 @@ def _runners() -> Iterator[Check]:
         yield Check(
             "fail" if forced else "ok",
             "runner V1",
-            f"{others}, which chooses its exits on the host; rules that report, learn or steer, encoded KV caches: they "
-            "have no form for V2 yet. It costs async scheduling",
+            f"{others}, which chooses its exits on the host; rules that report, learn or steer; encoded KV caches: "
+            "these have no form for V2 yet. It costs async scheduling",
             "unset VLLM_USE_V2_MODEL_RUNNER for these" if forced else "",
             short=others,
         )

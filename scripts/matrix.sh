@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # The engine tests of exactness, once for every method: six minutes each, or twenty of a slow core. Arguments: methods, as
 # names or JSON objects without spaces; none: every method of the registry. What plain vLLM answers is computed once.
+# RECORD: a file that gets a line of each, for scripts/runner_page.py.
 # PLAIN_ANSWERS: a folder that keeps it for the next call, on the same machine and vLLM.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -28,5 +29,5 @@ for method in $methods; do
     # shellcheck disable=SC2086
     .venv/bin/python -m pytest -q -m engine $tests tests/engine/test_state_engine.py::test_a_second_start_is_warm_and_lossless \
         --deselect 'tests/engine/test_lossless.py::test_mixed_prompts_at_batch_1_and_4[16]' \
-        --method "$given" --plain-answers "${PLAIN_ANSWERS:-$work/plain}"
+        --method "$given" --plain-answers "${PLAIN_ANSWERS:-$work/plain}" ${RECORD:+--record "$RECORD"}
 done

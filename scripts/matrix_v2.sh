@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # The exactness tests of vLLM's V2 runner, in Triton's interpreter, once for every method that runs on it: four minutes
 # each on one core. Arguments: methods, as names or JSON objects without spaces; none: every one of the registry.
+# RECORD: a file that gets a line of each, for scripts/runner_page.py.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 export PYTHONPATH=tests/v2_on_cpu TRITON_INTERPRET=1 VLLM_ENABLE_V1_MULTIPROCESSING=0 HF_HUB_OFFLINE=1
@@ -19,5 +20,5 @@ for method in ${*:-$("$python" -c "$registered")}; do
     esac
     echo "== $given"
     # shellcheck disable=SC2086
-    "$python" -m pytest -q -m v2 $tests -k v2_trees --v2-method "$given"
+    "$python" -m pytest -q -m v2 $tests -k v2_trees --v2-method "$given" ${RECORD:+--record "$RECORD"}
 done

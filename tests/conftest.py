@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 import logging
 import os
@@ -63,6 +64,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--plain-answers",
         type=Path,
         help="folder: what plain vLLM has answered here is not asked again, see scripts/matrix.sh",
+    )
+    parser.addoption(
+        "--record",
+        type=Path,
+        help="file: a line of how many of these tests of exactness have passed goes there, for scripts/runner_page.py",
     )
     parser.addoption(
         "--kv",
@@ -234,6 +240,23 @@ def v2_host(v2_dir: str, v2_plain: Any) -> Any:
 def v2_model(v2_dir: str, v2_plain: Any) -> Any:
     """The same with trees of a draft model."""
     return v2_engine(v2_dir, V2_MODEL_METHOD)
+
+
+def pytest_terminal_summary(terminalreporter: Any, exitstatus: int, config: pytest.Config) -> None:
+    """What was tested, for the page of what runs where."""
+    if (file := config.getoption("--record")) is None:
+        return
+    on_v2 = config.getoption("--v2-method")
+    given = on_v2 or config.getoption("--method")
+    entry = {
+        "method": json.loads(given)["method"] if given.startswith("{") else given,
+        "runner": "V2, interpreter" if on_v2 else "V1, CPU",
+        "vllm": metadata.version("vllm").partition("+")[0],
+        "date": datetime.date.today().isoformat(),
+        **{kind: len(terminalreporter.stats.get(kind, ())) for kind in ("passed", "failed", "error")},
+    }
+    with file.open("a") as lines:
+        lines.write(json.dumps(entry) + "\n")
 
 
 @pytest.fixture(scope="session")

@@ -11,11 +11,10 @@ from pathlib import Path
 from vllm_ext import patches
 
 ROOT = Path(__file__).parents[1]
-WHILE_LOADING = "vllm.model_executor.layers.utils.dispatch_cpu_unquantized_gemm"
 SCRIPT = """
 import sys
 import vllm.v1.engine.input_processor, vllm.v1.engine.utils, vllm.v1.engine.llm_engine
-import vllm.v1.worker.gpu_model_runner, vllm.model_executor.layers.utils
+import vllm.v1.worker.gpu_model_runner
 import patched
 from vllm_ext import patches, plugin
 assert not patched.replaced()
@@ -25,10 +24,7 @@ for _ in range(2):
     patches.read_requests()
     patches.show_counters()
     patches.let_engines_end(1.0)
-with patches.multiply_few_rows_fast():
-    meanwhile = patched.replaced()
 print(*sorted(patched.replaced()))
-print(*sorted(meanwhile))
 """
 
 
@@ -40,9 +36,7 @@ def test_the_table_is_what_is_replaced() -> None:
         text=True,
         env=dict(os.environ, PYTHONPATH=f"{ROOT / 'tests'}:{ROOT}", VLLM_PLUGINS="none"),
     )
-    left, meanwhile = (set(line.split()) for line in done.stdout.splitlines()[-2:])
-    assert meanwhile == set(patches.REPLACED)
-    assert left == meanwhile - {WHILE_LOADING}
+    assert set(done.stdout.splitlines()[-1].split()) == set(patches.REPLACED)
     for name in patches.REPLACED.values():
         assert callable(getattr(patches, name))
 

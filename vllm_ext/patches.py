@@ -10,8 +10,7 @@ from __future__ import annotations
 import functools
 import logging
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 FALL_ASLEEP_SECONDS = 0.2
@@ -22,7 +21,6 @@ REPLACED = {
     "vllm.v1.engine.input_processor.InputProcessor.process_inputs": "read_requests",
     "vllm.v1.engine.llm_engine.LLMEngine.get_metrics": "show_counters",
     "vllm.v1.engine.utils.get_engine_process_shutdown_timeout": "let_engines_end",
-    "vllm.model_executor.layers.utils.dispatch_cpu_unquantized_gemm": "multiply_few_rows_fast",  # while models load
 }
 # Mixins that `subclass_in_place` puts before the class of a finished object of vLLM's.
 SUBCLASSED = (
@@ -159,28 +157,3 @@ def show_counters() -> None:
         return [*original(self), *metrics.snapshot(self.vllm_config)]
 
     LLMEngine.get_metrics = get_metrics
-
-
-@contextmanager
-def multiply_few_rows_fast() -> Iterator[None]:
-    """Let the layers of models that are loaded meanwhile multiply as in `cpu_linear`, where they can.
-
-    vLLM gives each layer its product in one function and asks no registry; a quantization method of ours, the one way
-    to name another, would replace the model's own.
-    """
-    from vllm.model_executor.layers import utils
-
-    from vllm_ext.engine.models import cpu_linear
-
-    original = utils.dispatch_cpu_unquantized_gemm
-
-    @functools.wraps(original)
-    def dispatch_cpu_unquantized_gemm(layer: Any, remove_weight: bool) -> None:
-        if not cpu_linear.take_over(layer, remove_weight):
-            original(layer, remove_weight)
-
-    utils.dispatch_cpu_unquantized_gemm = dispatch_cpu_unquantized_gemm
-    try:
-        yield
-    finally:
-        utils.dispatch_cpu_unquantized_gemm = original

@@ -9,7 +9,6 @@ import pytest
 import torch
 from vllm.model_executor.layers import utils
 
-from vllm_ext import patches
 from vllm_ext.engine.models import cpu_linear
 
 
@@ -23,10 +22,7 @@ def test_layers_multiply_as_before(with_bias: bool) -> None:
     bias = made.bias if with_bias else None
     x = torch.randn(3, 48).bfloat16()
     want = torch.nn.functional.linear(x, made.weight, bias)
-    before = utils.dispatch_cpu_unquantized_gemm
-    with patches.multiply_few_rows_fast():
-        utils.dispatch_cpu_unquantized_gemm(made, True)
-    assert utils.dispatch_cpu_unquantized_gemm is before
+    assert cpu_linear.take_over(made, remove_weight=True)
     assert made.weight.numel() == 0  # held once
     got = utils.cpu_unquantized_gemm(made, x, made.weight, bias)
     assert (got.float() - want.float()).abs().max() < 2e-2
@@ -47,8 +43,7 @@ def test_other_layers_are_left_to_vllm(made: torch.nn.Linear) -> None:
     x = torch.randn(3, made.in_features, dtype=made.weight.dtype)
     want = torch.nn.functional.linear(x, made.weight)
     assert not cpu_linear.take_over(made, remove_weight=True)
-    with patches.multiply_few_rows_fast():
-        utils.dispatch_cpu_unquantized_gemm(made, False)
+    cpu_linear._Linear.__mro__[1].process_weights_after_loading(object(), made)
     got = utils.cpu_unquantized_gemm(made, x, made.weight)
     assert (got - want).abs().max() < 2e-2
 

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Linear layers of bfloat16 on CPUs, by `kernels.linear`: a dozen rows of a draft tree in the time of one.
 
-vLLM keeps how a layer multiplies on the layer, as ``cpu_linear``, which it sets once the weights are there. Layers that
-our product does not take are left to vLLM, which then packs them its own way: no weight is held twice.
+vLLM keeps how a layer multiplies on the layer, as ``cpu_linear``, which its ``quant_method`` sets once the weights are
+there. Its registry of layer classes takes others instead of its own: ours give layers that are not quantised a method
+that packs the weights for our product. Those that it does not take are left to vLLM, which then packs them its own way:
+no weight is held twice.
 """
 
 from __future__ import annotations
@@ -11,10 +13,71 @@ import functools
 from typing import Any
 
 import torch
+from vllm.config import get_current_vllm_config_or_none
+from vllm.logger import init_logger
+from vllm.model_executor import custom_op
+from vllm.model_executor.layers import linear, vocab_parallel_embedding
 from vllm.platforms import current_platform
 
 from vllm_ext.config import speculative
 from vllm_ext.kernels import linear as kernel
+
+logger = init_logger("vllm.vllm_ext")
+
+LAYERS = (
+    linear.ReplicatedLinear,
+    linear.ColumnParallelLinear,
+    linear.MergedColumnParallelLinear,
+    linear.QKVParallelLinear,
+    linear.RowParallelLinear,
+    vocab_parallel_embedding.VocabParallelEmbedding,
+    vocab_parallel_embedding.ParallelLMHead,
+)
+
+
+def register() -> None:
+    """Have vLLM make layers of ours, in this process, for engines that want them. Idempotent."""
+    for layer in LAYERS:
+        there = custom_op.op_registry_oot.get(layer.__name__)
+        if there is None:
+            of_ours = type(layer.__name__, (_Layer, layer), {})
+            custom_op.PluggableLayer.register_oot(of_ours, name=layer.__name__)
+        elif not issubclass(there, _Layer):
+            logger.warning(
+                "vllm-ext: another package has registered its own %s (%s): such layers multiply as it says, not by our "
+                "product for few rows.",
+                layer.__name__,
+                there,
+            )
+
+
+class _Layer:
+    """Mixin in front of a layer class of vLLM's."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        layer: Any = self
+        config = get_current_vllm_config_or_none()
+        if config is not None and wanted(config):
+            method = layer.quant_method
+            if type(method) is linear.UnquantizedLinearMethod:
+                layer.quant_method = _Linear()
+            elif type(method) is vocab_parallel_embedding.UnquantizedEmbeddingMethod:
+                layer.quant_method = _Embedding()
+
+
+class _Linear(linear.UnquantizedLinearMethod):  # type: ignore[misc]  # vLLM is untyped to us
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        """vLLM's, of layers that our product does not take."""
+        if getattr(layer, "_cpu_skip_gemm_dispatch", False) or not take_over(layer, remove_weight=True):
+            super().process_weights_after_loading(layer)
+
+
+class _Embedding(vocab_parallel_embedding.UnquantizedEmbeddingMethod):  # type: ignore[misc]
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        """Likewise. The rows of an embedding are read as they are."""
+        if not take_over(layer, remove_weight=False):
+            super().process_weights_after_loading(layer)
 
 
 def wanted(vllm_config: Any) -> bool:

@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from vllm_ext import patches
 from vllm_ext.compat import hooks_v1
 from vllm_ext.config import rules, speculative
 from vllm_ext.engine import metrics, rule_faults, step_extras
@@ -131,10 +130,9 @@ class Speculation(Part):
 
     def load_model(self, *args: Any, **kwargs: Any) -> Any:
         """vLLM's; on a CPU with layers that multiply a tree's rows in the time of one."""
-        if not cpu_linear.wanted(self.vllm_config):
-            return super().load_model(*args, **kwargs)  # type: ignore[misc]
-        with patches.multiply_few_rows_fast():
-            return super().load_model(*args, **kwargs)  # type: ignore[misc]
+        if cpu_linear.wanted(self.vllm_config):
+            cpu_linear.register()
+        return super().load_model(*args, **kwargs)  # type: ignore[misc]
 
     def make_ready(self) -> None:
         """Measure the model's costs too."""

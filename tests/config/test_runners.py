@@ -4,21 +4,32 @@
 from __future__ import annotations
 
 import logging
+import re
+from importlib.metadata import EntryPoint
 from typing import Any
 
 import pytest
 
 pytest.importorskip("vllm")
 
+import v1_processors
 import vllm.config.vllm as vllm_config_module
+from v1_processors import Sums
 from vllm.engine.arg_utils import EngineArgs
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.executor import Executor as AnyExecutor
+from vllm.v1.sample.logits_processor.builtin import MinPLogitsProcessor
+from vllm.v1.worker.gpu.sample.logits_processor import loader
 
-from vllm_ext.config import refusals, runners
+from vllm_ext.config import refusals, runners, schedulers
 from vllm_ext.config.speculative import parse
 from vllm_ext.doctor import environment
 from vllm_ext.engine.composed import scheduler, worker
+from vllm_ext.engine.processors import v1_interface
 from vllm_ext.features import class_paths
+from vllm_ext.features.base import Asked
+from vllm_ext.features.speculation import Speculation
 from vllm_ext.proposers.registry import METHODS, load_method
 
 METHOD = {"method": "token_recycling", "num_speculative_tokens": 12}
@@ -126,6 +137,15 @@ def test_draft_models_have_their_slots_on_v2(model_dir: str, with_triton: None) 
     assert fixed.scheduler_config.scheduler_cls == scheduler.path_of(["DraftSlots"], ahead=False)
 
 
+def local_class(base: type[Any]) -> type[Any]:
+    """One that no other process finds by its name."""
+
+    class Local(base):  # type: ignore[misc]
+        pass
+
+    return Local
+
+
 @pytest.mark.parametrize(
     ("method", "options", "reason"),
     [
@@ -140,19 +160,34 @@ def test_draft_models_have_their_slots_on_v2(model_dir: str, with_triton: None) 
             {},
             "num_speculative_tokens=54 is more than 53",
         ),
-        (METHOD, {"scheduler_cls": "vllm.v1.core.sched.scheduler.Scheduler"}, "scheduler_cls is set"),
         (
             METHOD,
-            {"logits_processors": ["vllm.v1.sample.logits_processor.builtin:MinPLogitsProcessor"]},
-            "a logits processor has the V1",
+            {"scheduler_cls": "vllm.v1.core.sched.interface.SchedulerInterface"},
+            "scheduler_cls='vllm.v1.core.sched.interface.SchedulerInterface' does not derive from vLLM's Scheduler",
         ),
+        (METHOD, {"scheduler_cls": local_class(Scheduler)}, "Local' has no such name in its module"),
+        (
+            METHOD,
+            {"logits_processors": [local_class(MinPLogitsProcessor)]},
+            "Local' has the V1 runner's interface and no such name",
+        ),
+        (METHOD, {"logits_processors": ["builtins:int"]}, "'builtins:int' has neither runner's interface"),
         (
             METHOD,
             {"additional_config": {"vllm_ext": {"rules": {"rpg": {}, "awrs": {}}}}},
             "sampling rules ['awrs'] go with it",
         ),
     ],
-    ids=["method", "export", "nodes", "scheduler", "processor", "rules"],
+    ids=[
+        "method",
+        "export",
+        "nodes",
+        "scheduler",
+        "local scheduler",
+        "local processor",
+        "no processor",
+        "rules",
+    ],
 )
 def test_what_v2_cannot_do_goes_to_v1_and_says_why(
     model_dir: str,
@@ -167,7 +202,100 @@ def test_what_v2_cannot_do_goes_to_v1_and_says_why(
         config = made(model_dir, method, **options)
     assert not config.use_v2_model_runner
     assert config.speculative_config.method == "custom_class"
-    assert f"model runner V1: {reason}" in caplog.text
+    assert re.search(f"model runner V1: .*{re.escape(reason)}", caplog.text)
+
+
+MIN_P = "vllm.v1.sample.logits_processor.builtin:MinPLogitsProcessor"
+
+
+def test_processors_of_v1s_interface_run_behind_an_adapter(
+    model_dir: str, with_triton: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    logging.getLogger("vllm").propagate = True
+    own = ["v2_requests:NoEcho", MIN_P, "v1_processors:V2Gap", Sums, "v1_processors:NoEcho"]
+    with caplog.at_level(logging.INFO, "vllm.vllm_ext"):
+        config = made(model_dir, logits_processors=own)
+    assert config.use_v2_model_runner
+    adapter = v1_interface.name_of([MIN_P, "v1_processors:Sums", "v1_processors:NoEcho"])
+    expected = [own[0], adapter, own[2]]
+    assert config.model_config.logits_processors == expected
+    assert "processor v1_processors:Sums has the V1 runner's interface: on V2 all requests" in caplog.text
+    assert "processor v1_processors:NoEcho has the V1 runner's interface: on V2 requests that" in caplog.text
+    assert f"processor {MIN_P} has the V1 runner's interface: on V2 requests that" in caplog.text
+    kinds = v1_interface.load(adapter).kinds
+    assert kinds == [MinPLogitsProcessor, Sums, v1_processors.NoEcho]
+    # Rules come behind them.
+    rules: dict[str, Any] = {"additional_config": {"vllm_ext": {"rules": {"rpg": {}}}}}
+    *first, last = made(model_dir, logits_processors=own, **rules).model_config.logits_processors
+    assert first == expected
+    assert "engine.v2.logits_processor" in last
+    # What is not ours stays as it is: vLLM refuses them.
+    plain = EngineArgs(model=model_dir, dtype="float32", max_model_len=256, logits_processors=own)
+    assert plain.create_engine_config().model_config.logits_processors == own
+
+
+def test_what_packages_have_registered_is_vllms_to_load(
+    model_dir: str,
+    with_triton: None,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    registered = EntryPoint("theirs", MIN_P, loader.LOGITSPROCS_GROUP)
+    monkeypatch.setattr(loader, "entry_points", lambda group: [registered])
+    logging.getLogger("vllm").propagate = True
+    with caplog.at_level(logging.INFO, "vllm.vllm_ext"):
+        config = made(model_dir)
+    assert not config.use_v2_model_runner
+    assert "V1: a logits processor that another package has registered has the V1" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("kind", "ahead"),
+    [
+        ("vllm.v1.core.sched.scheduler.Scheduler", False),
+        ("vllm.v1.core.sched.async_scheduler.AsyncScheduler", None),
+        (AsyncScheduler, None),
+    ],
+)
+def test_a_scheduler_of_the_users_own_runs_behind_our_parts(
+    model_dir: str, with_triton: None, caplog: pytest.LogCaptureFixture, kind: Any, ahead: bool | None
+) -> None:
+    logging.getLogger("vllm").propagate = True
+    with caplog.at_level(logging.INFO, "vllm.vllm_ext"):
+        config = made(model_dir, scheduler_cls=kind)
+    assert config.use_v2_model_runner
+    path = schedulers.path_of(kind)
+    chosen = config.scheduler_config
+    assert chosen.scheduler_cls == scheduler.path_over(["Budget"], path)
+    assert scheduler.has(config, "Budget")
+    assert [each.__name__ for each in chosen.get_scheduler_cls().__mro__[1:3]] == [
+        "Budget",
+        path.rpartition(".")[2],
+    ]
+    assert f"scheduler_cls {path} runs behind our Budget" in caplog.text
+    args = EngineArgs(model=model_dir, scheduler_cls=kind)
+    options = Speculation().options(args, Asked(runners.RunnerChoice("V2", ""), parse(METHOD)))
+    assert options.get("async_scheduling") is ahead
+    fixed = made(model_dir, {**METHOD, "budget": "fixed"}, scheduler_cls=kind)
+    assert fixed.scheduler_config.scheduler_cls == kind  # without parts it stays as it is
+
+
+def test_draft_models_have_their_slots_before_a_scheduler_of_the_users_own(
+    model_dir: str, with_triton: None
+) -> None:
+    method = {"method": "dyspec", "model": "self", "num_speculative_tokens": 7}
+    config = made(model_dir, method, scheduler_cls=AsyncScheduler)
+    path = schedulers.path_of(AsyncScheduler)
+    assert config.scheduler_config.scheduler_cls == scheduler.path_over(["DraftSlots", "Budget"], path)
+
+
+def test_a_scheduler_that_cannot_be_taken_is_refused(model_dir: str, with_triton: None) -> None:
+    with pytest.raises(ValueError, match=r"scheduler_cls='a\.B' cannot be loaded .*module\.Class"):
+        made(model_dir, scheduler_cls="a.B")
+    with pytest.raises(
+        ValueError, match=r"scheduler_cls='vllm.*Scheduler': it must derive from vLLM's Async"
+    ):
+        made(model_dir, scheduler_cls="vllm.v1.core.sched.scheduler.Scheduler", async_scheduling=True)
 
 
 def test_without_triton_all_is_v1(model_dir: str, monkeypatch: pytest.MonkeyPatch) -> None:

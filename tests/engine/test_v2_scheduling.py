@@ -7,29 +7,11 @@ import itertools
 from typing import Any
 
 import pytest
-from conftest import V2_HOST_METHOD, V2_METHOD, v2_engine
+from conftest import V2_HOST_METHOD, V2_METHOD, make_ahead, v2_engine
 from helpers import assert_same_outputs, preemptions
 from v2_requests import counters, generate, prompts, sampling, tokens
 
 pytestmark = pytest.mark.v2
-
-
-def make_ahead(v2_dir: str, method: dict[str, Any], **options: Any) -> Any:
-    """An engine that schedules a step before it knows the last one's tokens: vLLM's default, except on CPUs."""
-    from vllm.platforms.cpu import CpuPlatform
-
-    check = CpuPlatform.check_and_update_config.__func__
-
-    def check_and_update_config(cls: Any, vllm_config: Any) -> None:
-        asked = vllm_config.scheduler_config.async_scheduling
-        check(cls, vllm_config)
-        vllm_config.scheduler_config.async_scheduling = asked
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(CpuPlatform, "check_and_update_config", classmethod(check_and_update_config))
-        llm = v2_engine(v2_dir, method, async_scheduling=True, **options)
-    assert llm.llm_engine.vllm_config.scheduler_config.async_scheduling
-    return llm
 
 
 @pytest.fixture(scope="module")

@@ -127,7 +127,7 @@ V2_HOOKS = (
     Hook(_RUNNER, "GPUModelRunner.add_requests", ("self", "scheduler_output"), "admits requests"),
     *(
         Hook(_OUTPUT, f"NewRequestData.{field}", None, "a request's text, for drafts")
-        for field in ("req_id", "sampling_params", "prompt_token_ids", "prefill_token_ids")
+        for field in ("req_id", "sampling_params", "prompt_token_ids", "prefill_token_ids", "prompt_len")
     ),
     Hook(_OUTPUT, "SchedulerOutput.scheduled_new_reqs", None, "admits requests"),
     *(
@@ -321,8 +321,32 @@ V2_HOOKS = (
     ),
     *(
         Hook(_PROCESSOR, f"LogitsProcRequestState.{field}", None, "the requests' texts, for rules")
-        for field in ("all_token_ids", "prompt_len", "prefill_len", "total_len")
+        for field in ("all_token_ids", "prompt_len", "prefill_len", "total_len", "device")
     ),
+    *(
+        Hook("vllm.v1.sample.logits_processor", name, parameters, "processors of V1's interface")
+        for name, parameters in (
+            ("BatchUpdateBuilder.get_and_reset", ("self", "batch_size")),
+            ("BatchUpdateBuilder.removed_append", ("self", "index")),
+            ("BatchUpdateBuilder.pop_removed", ("self",)),
+            ("MoveDirectionality", None),
+            ("LogitsProcessor", ("vllm_config", "device", "is_pin_memory")),
+            ("LogitsProcessor.validate_params", ("sampling_params",)),
+            ("LogitsProcessor.is_argmax_invariant", ("self",)),
+            ("LogitsProcessor.update_state", ("self", "batch_update")),
+            ("LogitsProcessor.apply", ("self", "logits")),
+            ("AdapterLogitsProcessor.update_state", ("self", "batch_update")),
+            ("AdapterLogitsProcessor.apply", ("self", "logits")),
+            ("cached_load_custom_logitsprocs", None),
+        )
+    ),
+    Hook(
+        f"{_GPU}.sample.logits_processor.loader",
+        "_load_v2_logitsprocs",
+        ("logits_processors",),
+        "says which interface a processor has",
+    ),
+    Hook("vllm.v1.core.sched.async_scheduler", "AsyncScheduler", None, "may schedule ahead of drafts"),
     Hook(
         f"{_GPU}.cudagraph_utils",
         "CudaGraphManager.dispatch",

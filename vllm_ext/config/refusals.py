@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from vllm_ext.config import schedulers
+
 if TYPE_CHECKING:
     from vllm_ext.config.rules import RuleSettings
     from vllm_ext.config.runners import RunnerChoice
@@ -163,7 +165,7 @@ def check_rules_config(vllm_config: Any, ruled: RuleSettings, on_v2: bool) -> No
 
 
 def check_scheduler(args: Any, method: str) -> None:
-    """Refuse a scheduler of the user's own next to a draft model, which needs slots that vLLM's does not reserve.
+    """Refuse a scheduler of the user's own next to a draft model on V1: drafts need slots that vLLM's does not reserve.
 
     Raises:
         ValueError: naming the option, its value and the way out.
@@ -171,6 +173,22 @@ def check_scheduler(args: Any, method: str) -> None:
     if args.scheduler_cls is not None:
         raise ValueError(
             _refusal(method, f"scheduler_cls={args.scheduler_cls!r}", "must be unset: it brings its own.")
+        )
+
+
+def check_scheduling_ahead(args: Any, method: str) -> None:
+    """Refuse a scheduler of the user's own that cannot do what ``async_scheduling`` asks of it.
+
+    Raises:
+        ValueError: naming the option, its value and the way out.
+    """
+    if args.async_scheduling is True and not schedulers.is_ahead(args.scheduler_cls):
+        raise ValueError(
+            _refusal(
+                method,
+                f"async_scheduling=True and scheduler_cls={schedulers.path_of(args.scheduler_cls)!r}",
+                "must derive from vLLM's AsyncScheduler, or async_scheduling be unset: vLLM would not hand it drafts.",
+            )
         )
 
 

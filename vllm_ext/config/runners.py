@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
+from vllm_ext.config import processors, schedulers
 from vllm_ext.proposers.draft_model import DraftModelOptions, PassOptions
 from vllm_ext.proposers.sampled import MOST_NODES_ON_DEVICE
 
@@ -80,8 +81,7 @@ def choose(args: Any, settings: Settings, ruled: RuleSettings | None, *, encoded
         *_of_passes(settings.options),
         (bool(need_v1), f"sampling rules {need_v1} go with it"),
         (encoded_kv, "the KV cache is encoded"),
-        (args.scheduler_cls is not None, "scheduler_cls is set"),
-        (_has_v1_processors(args), "a logits processor has the V1 runner's interface"),
+        *((True, reason) for reason in _of_the_users_classes(args)),
         (getattr(args, "enable_batch_sharded_sampling", False), "enable_batch_sharded_sampling is on"),
     )
     for there, reason in reasons:
@@ -108,12 +108,7 @@ def _has_triton() -> bool:
     return bool(HAS_TRITON)
 
 
-def _has_v1_processors(args: Any) -> bool:
-    """Whether V2 would refuse what the user has named, or another package has registered."""
-    from vllm.v1.worker.gpu.sample.logits_processor import loader
-
-    try:
-        loader._load_v2_logitsprocs(args.logits_processors)
-    except ValueError:
-        return True
-    return False
+def _of_the_users_classes(args: Any) -> list[str]:
+    """Why V2 cannot have what the user has named, or another package has registered."""
+    problems = (schedulers.problem(args.scheduler_cls), processors.of(args).problem)
+    return [problem for problem in problems if problem is not None]

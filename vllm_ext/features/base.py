@@ -26,6 +26,8 @@ class Asked:
     rules: RuleSettings | None = None
     kv: KVSettings | None = None
     strict: bool = False
+    # Logits processors of the user's own, for V2; None: as they were given.
+    processors: list[Any] | None = None
 
     @property
     def on_v2(self) -> bool:

@@ -11,7 +11,7 @@ from vllm.platforms import current_platform
 
 from vllm_ext import patches
 from vllm_ext.compat import compilers, hooks
-from vllm_ext.config import runners, speculative
+from vllm_ext.config import runners, schedulers, speculative
 from vllm_ext.engine import startup_log
 from vllm_ext.engine.composed import scheduler, worker
 from vllm_ext.engine.state import state_file
@@ -76,6 +76,10 @@ def create_engine_config(original: Any, args: Any, *more: Any, **options: Any) -
     chosen = vllm_config.scheduler_config
     if parts and chosen.scheduler_cls is None:
         chosen.scheduler_cls = scheduler.path_of(parts, ahead=chosen.async_scheduling)
+    elif parts and asked.on_v2 and asked.method is not None:
+        users = schedulers.path_of(chosen.scheduler_cls)
+        logger.info("vllm-ext: scheduler_cls %s runs behind our %s", users, ", ".join(parts))
+        chosen.scheduler_cls = scheduler.path_over(parts, users)
     _finish(vllm_config, asked, "worker_cls" in rewritten)
     return vllm_config
 

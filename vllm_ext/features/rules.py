@@ -46,7 +46,8 @@ class Rules(Feature):
         ruled = asked.rules
         if ruled is None:
             return {}
-        processors = [*(args.logits_processors or ()), _processor_of(ruled, asked.on_v2)]
+        own = args.logits_processors if asked.processors is None else asked.processors
+        processors = [*(own or ()), _processor_of(ruled, asked.on_v2)]
         options: dict[str, Any] = {"logits_processors": processors}
         may_wait = not asked.on_v2 and args.scheduler_cls is None and not args.async_scheduling
         if ruled.schedules or (ruled.waits and may_wait):

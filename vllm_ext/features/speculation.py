@@ -13,9 +13,10 @@ from typing import Any
 from vllm.logger import init_logger
 
 from vllm_ext import __version__, patches
-from vllm_ext.config import refusals, runners, speculative
+from vllm_ext.config import processors, refusals, runners, schedulers, speculative
 from vllm_ext.config.speculative import Settings
 from vllm_ext.engine.models import layer_slices, second_model
+from vllm_ext.engine.processors import v1_interface
 from vllm_ext.engine.state import state_file
 from vllm_ext.features import class_paths
 from vllm_ext.features.base import Asked, Feature, vocabulary
@@ -44,8 +45,6 @@ class Speculation(Feature):
             requested["num_speculative_tokens"] = args.spec_tokens
         settings = speculative.parse(requested)
         refusals.check_engine_args(args, settings.method)
-        if isinstance(settings.options, PassOptions):
-            refusals.check_scheduler(args, settings.method)
         folders = {name: getattr(settings.options, name, None) for name in ("state_dir", "export_dir")}
         if given := {name: folder for name, folder in folders.items() if folder is not None}:
             # Absolute: a worker may have another working directory.
@@ -54,15 +53,28 @@ class Speculation(Feature):
             )
         asked.runner = runners.choose(args, settings, asked.rules, encoded_kv=asked.kv is not None)
         asked.method = _with_default_nodes(settings) if asked.on_v2 else settings
+        if asked.on_v2 and (adapted := processors.of(args)).adapted:
+            adapter = v1_interface.name_of(adapted.adapted)
+            asked.processors = adapted.entries(args.logits_processors, adapter)
 
     def refuse(self, args: Any, asked: Asked) -> None:
-        if asked.method is not None:
-            refusals.check_runner(args, asked.method.method, asked.runner)
+        if asked.method is None:
+            return
+        refusals.check_runner(args, asked.method.method, asked.runner)
+        if args.scheduler_cls is not None and asked.on_v2:
+            refusals.check_scheduling_ahead(args, asked.method.method)
+        elif isinstance(asked.method.options, PassOptions):
+            refusals.check_scheduler(args, asked.method.method)
 
     def options(self, args: Any, asked: Asked) -> dict[str, Any]:
         if asked.method is None:
             return {}
-        return _on_device(args, asked.method) if asked.on_v2 else _custom_class(asked.method)
+        if not asked.on_v2:
+            return _custom_class(asked.method)
+        options = _on_device(args, asked.method)
+        if asked.processors is not None and asked.rules is None:  # rules add themselves to them
+            options["logits_processors"] = asked.processors
+        return options
 
     def worker_parts(self, asked: Asked) -> Sequence[str]:
         if asked.method is None:
@@ -107,6 +119,20 @@ class Speculation(Feature):
         logger.info("vllm-ext: model runner %s: %s", asked.runner.runner, asked.runner.reason)
         if asked.on_v2 and not runners.is_on_device(settings):
             logger.info("vllm-ext: %s: %s", settings.method, runners.WAITS)
+        if asked.processors is not None:
+            _log_adapted(asked.processors)
+
+
+def _log_adapted(entries: Sequence[Any]) -> None:
+    """Say what logits processors of V1's interface cost on V2."""
+    for name in v1_interface.names_in(entries):
+        everybody = v1_interface.concerns_all(v1_interface.load(name))
+        logger.info(
+            "vllm-ext: logits processor %s has the V1 runner's interface: on V2 %s are sampled depth by depth, and "
+            "wait for their tokens",
+            name,
+            "all requests" if everybody else "requests that it is for",
+        )
 
 
 def _has_levels(vllm_config: Any) -> bool:
@@ -132,7 +158,11 @@ def _on_device(args: Any, settings: Settings) -> dict[str, Any]:
     if settings.options.budget != "fixed":
         most = args.max_num_seqs or MANY_REQUESTS
         speculative_config["num_speculative_tokens_per_batch_size"] = level_budget.by_batch_size(nodes, most)
-    return {"speculative_config": speculative_config, "spec_tokens": None}
+    options: dict[str, Any] = {"speculative_config": speculative_config, "spec_tokens": None}
+    if args.scheduler_cls is not None and not schedulers.is_ahead(args.scheduler_cls):
+        # Else vLLM keeps the drafts from a scheduler that has no place for them.
+        options["async_scheduling"] = False
+    return options
 
 
 def _custom_class(settings: Settings) -> dict[str, Any]:

@@ -47,7 +47,16 @@ def test_all_parts_go_together(table: object) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["", "Nothing", "DraftCounts_DraftSlots", "Async_", "DraftCounts_DraftCounts", "__path__"]
+    "name",
+    [
+        "",
+        "Nothing",
+        "DraftCounts_DraftSlots",
+        "Async_",
+        "DraftCounts_DraftCounts",
+        "__path__",
+        "Overx_Budget",
+    ],
 )
 def test_a_name_that_lists_no_parts_is_none(name: str) -> None:
     with pytest.raises(AttributeError):

@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from vllm.utils.torch_utils import PIN_MEMORY
 from vllm.v1.sample.logits_processor import (
-    AdapterLogitsProcessor,
     BatchUpdate,
     LogitsProcessors,
     MoveDirectionality,
@@ -30,6 +29,7 @@ from vllm.v1.sample.logits_processor.builtin import (
 )
 from vllm.v1.sample.thinking_budget_state import maybe_create_thinking_budget_state_holder
 
+from vllm_ext.engine.processors.v1_interface import asks_each
 from vllm_ext.engine.v1.logits_processor import RuleProcessor
 
 IDLE: dict[type[Any], Callable[[Any], bool]] = {
@@ -43,7 +43,7 @@ def is_idle(processor: Any) -> bool:
     """Whether a logits processor has nothing to do for any request of the batch; of one that is not known, no."""
     if isinstance(processor, RuleProcessor):
         return processor.is_idle
-    if _asks_each(processor):
+    if asks_each(type(processor)):
         return not processor.req_info
     # By its very class: what a subclass of the user's does is not known.
     return type(processor) in IDLE and IDLE[type(processor)](processor)
@@ -131,7 +131,7 @@ class RowStates:
             return processor.behind(requests, outputs)
         if type(processor) in IDLE:
             return self._reset(type(processor), requests, outputs)
-        if _asks_each(processor):
+        if asks_each(type(processor)):
             return _Each(processor.req_info, requests)
         processor.update_state(None)
         return _Spread(processor, requests, self._runner.input_batch.num_reqs)
@@ -191,16 +191,6 @@ class _Spread:
         whole[rows] = logits
         result = self._processor.apply(whole)[rows]
         return result
-
-
-def _asks_each(processor: Any) -> bool:
-    """Whether a processor does what vLLM's adapter does, and no more: it calls something of each request's."""
-    kind = type(processor)
-    return (
-        issubclass(kind, AdapterLogitsProcessor)
-        and kind.apply is AdapterLogitsProcessor.apply
-        and kind.update_state is AdapterLogitsProcessor.update_state
-    )
 
 
 def sample_rows_alone(runner: Any) -> None:

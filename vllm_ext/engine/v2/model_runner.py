@@ -23,6 +23,7 @@ from vllm_ext import patches
 from vllm_ext.config import runners, speculative
 from vllm_ext.engine import step_extras, tree_layers
 from vllm_ext.engine.attention import tree_backend
+from vllm_ext.engine.processors.v1_interface import V1Processors
 from vllm_ext.engine.v2 import shares
 from vllm_ext.engine.v2.device_speculator import DeviceSpeculator
 from vllm_ext.engine.v2.host_speculator import HostSpeculator
@@ -72,9 +73,11 @@ class SpeculativeRunner:
             own.speculator = self.speculator
         processors = self.sampler.logits_processors
         processors[NUM_STOCK_PROCESSORS:] = [
-            each if isinstance(each, RuleProcessor) else AskedProcessor(each)
+            each if isinstance(each, RuleProcessor | V1Processors) else AskedProcessor(each)
             for each in processors[NUM_STOCK_PROCESSORS:]
         ]
+        for each in self.v1_processors:
+            processors += each.after_temperature
         self.rejection_sampler = TreeVerifier(
             self.sampler, runner.speculative_config, self.device, self.speculator
         )
@@ -98,6 +101,11 @@ class SpeculativeRunner:
             (group_id, _path_mover(owners))
             for group_id, owners in tree_layers.cache_owners(self, self.speculator.own_layers)
         )
+
+    @property
+    def v1_processors(self) -> list[V1Processors]:
+        """The user's logits processors of V1's interface: one object, or none."""
+        return [each for each in self.sampler.logits_processors if isinstance(each, V1Processors)]
 
     @property
     def _levels(self) -> list[int]:
@@ -134,9 +142,14 @@ class SpeculativeRunner:
             self.speculator.counts.show_budget(figures)
         self.speculator.finish(scheduler_output.finished_req_ids)
         super().add_requests(scheduler_output)  # type: ignore[misc]
+        sampled = [each for each in scheduler_output.scheduled_new_reqs if each.sampling_params is not None]
+        for processors in self.v1_processors:
+            processors.take(self.req_states.req_id_to_index, sampled)
         for request in scheduler_output.scheduled_new_reqs:
             if request.sampling_params is not None:
                 slot = self.req_states.req_id_to_index[request.req_id]
+                if any(processors.is_under(slot) for processors in self.v1_processors):
+                    self.sampler.needs_logits_processing[slot] = True
                 self.speculator.admit(slot, request, self._path_dependent(slot, request.sampling_params))
         if scheduler_output.scheduled_new_reqs:
             self.speculator.apply_staged_writes()

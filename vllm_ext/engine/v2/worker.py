@@ -49,6 +49,8 @@ class Speculation(WorkerPart):
         super().make_ready()
         speculator = self.model_runner.speculator
         speculator.serve()
+        for processors in self.model_runner.v1_processors:
+            processors.serve()
         speculator.counts.reset()
 
     def started(self) -> Started:

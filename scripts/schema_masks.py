@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_ext.demo import embedded_model
-from vllm_ext.engine.grammar import Grammar
+from vllm_ext.engine.structured_output.grammar import Grammar
 from vllm_ext.samplers.strict_schema import first_problem
 
 COLUMNS = ("schemas", "refused", "by strict", "valid", "valid, taken", "invalid", "invalid, taken")

@@ -206,7 +206,7 @@ def v2_engine(v2_dir: str, method: dict[str, Any] | None = None, **options: Any)
     return _v2_engines[-1]
 
 
-def make_ahead(v2_dir: str, method: dict[str, Any], **options: Any) -> Any:
+def v2_engine_ahead(v2_dir: str, method: dict[str, Any], **options: Any) -> Any:
     """An engine that schedules a step before it knows the last one's tokens: vLLM's default, except on CPUs."""
     from vllm.platforms.cpu import CpuPlatform
 

@@ -65,11 +65,13 @@ def test_on_v2_a_method_is_the_one_that_drafts_on_the_device(
     assert AnyExecutor.get_class(config).supports_async_scheduling()
     schedule = config.speculative_config.num_speculative_tokens_per_batch_size
     assert [level for *_, level in schedule] == [12, 6, 3, 0]
-    assert config.scheduler_config.scheduler_cls == scheduler.path_of(["Budget"], ahead=False)
-    assert config.scheduler_config.get_scheduler_cls().__name__ == "Budget"
+    assert config.scheduler_config.scheduler_cls == scheduler.path_of(
+        ["StructuredDrafts", "Budget"], ahead=False
+    )
+    assert config.scheduler_config.get_scheduler_cls().__name__ == "StructuredDrafts_Budget"
     fixed = made(model_dir, {**METHOD, "budget": "fixed"})
     assert fixed.speculative_config.num_speculative_tokens_per_batch_size is None
-    assert fixed.scheduler_config.scheduler_cls is None
+    assert fixed.scheduler_config.scheduler_cls == scheduler.path_of(["StructuredDrafts"], ahead=False)
 
 
 @pytest.mark.parametrize("state", [False, True])
@@ -83,7 +85,9 @@ def test_methods_that_draft_on_the_host_run_on_v2_and_say_that_they_wait(
     assert config.use_v2_model_runner
     assert config.speculative_config.method == class_paths.DEVICE_METHOD
     assert config.parallel_config.worker_cls == worker.path_of(["V2Speculation"])
-    assert config.scheduler_config.scheduler_cls == scheduler.path_of(["Budget"], ahead=False)
+    assert config.scheduler_config.scheduler_cls == scheduler.path_of(
+        ["StructuredDrafts", "Budget"], ahead=False
+    )
     assert runners.WAITS in caplog.text
     caplog.clear()
     with caplog.at_level(logging.INFO, "vllm.vllm_ext"):
@@ -132,9 +136,13 @@ def test_draft_models_have_their_slots_on_v2(model_dir: str, with_triton: None) 
     config = made(model_dir, method)
     assert config.use_v2_model_runner
     assert config.speculative_config.method == class_paths.DEVICE_METHOD
-    assert config.scheduler_config.scheduler_cls == scheduler.path_of(["DraftSlots", "Budget"], ahead=False)
+    assert config.scheduler_config.scheduler_cls == scheduler.path_of(
+        ["DraftSlots", "StructuredDrafts", "Budget"], ahead=False
+    )
     fixed = made(model_dir, {**method, "budget": "fixed"})
-    assert fixed.scheduler_config.scheduler_cls == scheduler.path_of(["DraftSlots"], ahead=False)
+    assert fixed.scheduler_config.scheduler_cls == scheduler.path_of(
+        ["DraftSlots", "StructuredDrafts"], ahead=False
+    )
 
 
 def local_class(base: type[Any]) -> type[Any]:

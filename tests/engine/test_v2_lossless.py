@@ -61,7 +61,7 @@ def test_mixed_requests_in_one_batch(
         assert any(rows[1:3] == [0, 0] for rows in parents)  # that branch
     assert new["spec_emitted_tokens"] == new["spec_steps"] + new["spec_accepted_tokens"]
     assert new["spec_accepted_tokens"] <= new["spec_draft_tokens"] <= 6 * new["spec_steps"]
-    assert new["fallbacks:structured_output_chain"] > 0
+    assert new["fallbacks:structured_output_chain"] == new["fallbacks:no_grammar"] == 0
     assert new["fallbacks:model_chain"] == new["fallbacks:proposer_error"] == 0
 
 
@@ -186,9 +186,8 @@ def test_blocks_written_by_trees_serve_a_second_turn(v2_plain: Any, v2_either: A
     assert hits[0].value >= 64
 
 
-def test_text_in_a_grammar_stays_in_it(v2_either: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Four structured requests: chains, whose masks vLLM makes along the list. Found: trees for them."""
-    parents = watch_parents(v2_either, monkeypatch)
+def test_text_in_a_grammar_stays_in_it(v2_either: Any) -> None:
+    """Four structured requests and no other, to their ends."""
     params = sampling(
         temperature=0.9,
         seed=3,
@@ -199,6 +198,3 @@ def test_text_in_a_grammar_stays_in_it(v2_either: Any, monkeypatch: pytest.Monke
     outputs = generate(v2_either, prompts(4, seed=4), params)
     assert {output.text for output in outputs} <= {"alpha beta", "alpha gamma"}
     assert [output.finish_reason for output in outputs] == ["stop"] * 4
-    assert any(rows[2] >= 0 for rows in parents)
-    for rows in parents:
-        assert all(parent in (-1, row - 1) for row, parent in enumerate(rows))

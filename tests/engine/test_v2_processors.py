@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from conftest import V2_HOST_METHOD, V2_METHOD, make_ahead, v2_engine
+from conftest import V2_HOST_METHOD, V2_METHOD, v2_engine, v2_engine_ahead
 from helpers import assert_same_outputs, preemptions
 from v1_processors import V1_NAMES, V2_NAMES, Sums
 from v2_requests import counters, generate, prompts, sampling, tokens
@@ -100,7 +100,7 @@ def test_an_abort_in_the_middle(plain: Any, trees: Any) -> None:
 
 
 def test_ahead_and_preempted_with_drafts_of_the_host(v2_dir: str, plain: Any) -> None:
-    llm = make_ahead(v2_dir, V2_HOST_METHOD, logits_processors=V1_NAMES, num_gpu_blocks_override=10)
+    llm = v2_engine_ahead(v2_dir, V2_HOST_METHOD, logits_processors=V1_NAMES, num_gpu_blocks_override=10)
     kinds = [sampling(max_tokens=70, **KINDS[i]) for i in (4, 3, 7, 0)]
     expected = tokens(generate(plain, prompts(4, seed=9), kinds))
     assert_same_outputs(expected, tokens(generate(llm, prompts(4, seed=9), kinds)))
@@ -170,7 +170,7 @@ KIND_OF_SCHEDULER = {"sync": OwnScheduler, "async": OwnAhead}
 def test_a_scheduler_of_the_users_own(
     v2_dir: str, v2_plain: Any, kind: str, ahead: bool, budget: str
 ) -> None:
-    make = make_ahead if ahead else v2_engine
+    make = v2_engine_ahead if ahead else v2_engine
     own: Any = KIND_OF_SCHEDULER[kind]
     path = f"{own.__module__}.{own.__qualname__}"
     llm = make(v2_dir, {**V2_METHOD, "budget": budget}, scheduler_cls=path)

@@ -7,7 +7,7 @@ import itertools
 from typing import Any
 
 import pytest
-from conftest import V2_HOST_METHOD, V2_METHOD, make_ahead, v2_engine
+from conftest import V2_HOST_METHOD, V2_METHOD, v2_engine, v2_engine_ahead
 from helpers import assert_same_outputs, preemptions
 from v2_requests import counters, generate, prompts, sampling, tokens
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.v2
 @pytest.fixture(scope="module")
 def ahead(v2_dir: str, v2_plain: Any) -> Any:
     """One that verifies whole trees."""
-    return make_ahead(v2_dir, V2_METHOD)
+    return v2_engine_ahead(v2_dir, V2_METHOD)
 
 
 @pytest.mark.quick
@@ -36,7 +36,7 @@ def test_steps_scheduled_ahead(v2_plain: Any, ahead: Any) -> None:
 
 
 def test_structured_requests_scheduled_ahead(v2_plain: Any, ahead: Any) -> None:
-    """vLLM then asks for the drafts, and marks those that a grammar forbids."""
+    """vLLM then asks for the drafts, and would mark those behind the first that its grammar forbids."""
     from vllm.sampling_params import StructuredOutputsParams
 
     choice = StructuredOutputsParams(choice=["alpha beta", "alpha gamma", "omega"])
@@ -52,7 +52,7 @@ def test_structured_requests_scheduled_ahead(v2_plain: Any, ahead: Any) -> None:
 
 def test_drafts_of_the_host_scheduled_ahead(v2_dir: str, v2_plain: Any) -> None:
     """Steps wait for each other there, and what is put out is the same: also behind end tokens and preemptions."""
-    llm = make_ahead(v2_dir, V2_HOST_METHOD, num_gpu_blocks_override=10)
+    llm = v2_engine_ahead(v2_dir, V2_HOST_METHOD, num_gpu_blocks_override=10)
     texts = [text * 2 for text in prompts(6, seed=19)]
     kinds = [
         sampling(max_tokens=80),
@@ -83,7 +83,7 @@ def test_preempted_requests_go_on(
     v2_dir: str, v2_plain: Any, method: dict[str, Any], scheduled_ahead: bool
 ) -> None:
     """Too few blocks for all four requests: some lose theirs, and are computed again from their text."""
-    make = make_ahead if scheduled_ahead else v2_engine
+    make = v2_engine_ahead if scheduled_ahead else v2_engine
     llm = make(v2_dir, method, num_gpu_blocks_override=10)
     texts = prompts(4, seed=9)
     kinds = [sampling(max_tokens=70), sampling(max_tokens=70, temperature=0.8, seed=2)] * 2
@@ -115,7 +115,7 @@ def test_the_goodput_budget(
     """Whatever it chooses, the tokens are the same; it has tried all sizes, and graphs would be captured for them."""
     from vllm_ext.engine.scheduler.budget import Budget
 
-    make = make_ahead if scheduled_ahead else v2_engine
+    make = v2_engine_ahead if scheduled_ahead else v2_engine
     llm = make(v2_dir, {**method, "budget": "goodput"})
     scheduler = llm.llm_engine.engine_core.engine_core.scheduler
     assert isinstance(scheduler, Budget)
@@ -140,7 +140,7 @@ def test_nodes_that_requests_share(
     v2_dir: str, v2_plain: Any, scheduled_ahead: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Steps have more rows of some requests than of others, by their nodes' chances; the tokens are plain's."""
-    make = make_ahead if scheduled_ahead else v2_engine
+    make = v2_engine_ahead if scheduled_ahead else v2_engine
     llm = make(v2_dir, {**V2_HOST_METHOD, "budget": "shared"})
     scheduler = llm.llm_engine.engine_core.engine_core.scheduler
     runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner
@@ -178,7 +178,7 @@ def test_masks_of_grammars_and_shared_nodes(v2_dir: str, v2_plain: Any) -> None:
     """A mask has a row for each draft that was scheduled: steps with such requests are not cut."""
     from vllm.sampling_params import StructuredOutputsParams
 
-    llm = make_ahead(v2_dir, {**V2_HOST_METHOD, "budget": "shared"})
+    llm = v2_engine_ahead(v2_dir, {**V2_HOST_METHOD, "budget": "shared"})
     choice = StructuredOutputsParams(choice=["alpha beta", "alpha gamma", "omega"])
     kinds = [
         sampling(max_tokens=30),

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Nothing in a V2 step waits for the device: no value of a tensor is asked for, no shape depends on one. Where drafts
-are made on the host a step waits once, in one place.
+are made on the host a step waits once, in one place; one that holds a structured request waits once more.
 
 Once by running steps with everything noted that would wait on a GPU, where it does not; once by reading the code.
 Triton's interpreter and vLLM's own backend for CPUs read tensors as numpy arrays: within these nothing is noted.
@@ -57,10 +57,7 @@ STEPS = {
     "vllm_ext.engine.v2.model_state": ("TreeState.preprocess_state",),
     "vllm_ext.engine.v2.rejection_sampler": ("LearningSampler.__call__", "TreeVerifier.__call__"),
     "vllm_ext.engine.v2.model_runner": ("SpeculativeRunner._settle",),
-    "vllm_ext.engine.v2.speculator": ("TreeSpeculator.admit",),
-    "vllm_ext.engine.v2.device_speculator": ("DeviceSpeculator.propose",),
-    "vllm_ext.engine.v2.host_speculator": ("HostSpeculator.propose",),
-    "vllm_ext.engine.v2.model_speculator": ("ModelSpeculator.propose",),
+    "vllm_ext.engine.v2.speculator": ("TreeSpeculator.admit", "TreeSpeculator.propose"),
 }
 
 
@@ -223,8 +220,37 @@ def test_drafts_of_the_host_wait_once_a_step(
     before = counters(v2_host)["spec_accepted_tokens"]
     generate(v2_host, prompts(2, seed=12), sampling(max_tokens=8))
     assert len(steps) > 2
-    assert _waits == ["Tensor.numpy in host_speculator.py, _wait"] * len(steps)
+    assert _waits == ["Tensor.numpy in speculator.py, _wait"] * len(steps)
     assert counters(v2_host)["spec_accepted_tokens"] > before
+
+
+@pytest.mark.quick
+def test_steps_with_a_structured_request_wait_once(
+    v2_trees: Any, trapped: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For its text and tree; those behind its end, and of its prompt, not at all."""
+    from vllm.sampling_params import StructuredOutputsParams
+
+    runner = v2_trees.llm_engine.model_executor.driver_worker.worker.model_runner
+    known, propose, steps = runner.speculator.known_trees, runner.speculator.propose, list[bool]()
+    for name in ("draft", "start"):
+        monkeypatch.setattr(known, name, _within(0)(getattr(known, name)))  # on the host alone
+
+    def counting(input_batch: Any, *args: Any, **kwargs: Any) -> Any:
+        done = input_batch.num_computed_tokens_np + input_batch.num_scheduled_tokens
+        structured = runner.speculator.structured[input_batch.idx_mapping_np]
+        steps.append(bool((structured & (done >= input_batch.prefill_len_np)).any()))
+        return propose(input_batch, *args, **kwargs)
+
+    monkeypatch.setattr(runner.speculator, "propose", counting)
+    structured = StructuredOutputsParams(regex="[a-z]{6}")
+    kinds = [
+        sampling(max_tokens=20, temperature=1.0, seed=1),
+        sampling(max_tokens=4, structured_outputs=structured, temperature=1.0, seed=2),
+    ]
+    generate(v2_trees, [prompts(1, seed=14)[0], [*range(30, 130)]], kinds)
+    assert _waits == ["Tensor.numpy in speculator.py, _wait"] * sum(steps)
+    assert 1 < sum(steps) < len(steps) - 3
 
 
 @pytest.mark.quick
@@ -280,7 +306,8 @@ KNOWN = {
     "Counts._take",  # what has arrived on the host
     "Counts.totals",  # asked for from outside
     "DeviceTokenRecycling.state_dict",  # a save's, in another thread
-    "HostSpeculator._wait",  # the one wait there is
+    "TreeSpeculator._wait",  # the one wait there is, of either kind
+    "TreeSpeculator._texts_and_trees",  # numpy: what has arrived on the host
     "HostSpeculator._unpacked",  # numpy: what has arrived on the host
     "_Arriving.is_here",  # an event's answer
     "TreeVerifier._get_logprobs_tensors",  # numpy: row_start_np
@@ -288,11 +315,11 @@ KNOWN = {
     "_trees",  # numpy
     "_behind",  # numpy
     "SpeculativeRunner.sample",  # numpy: structured
+    "ModelSpeculator.has_drawn",  # numpy
     "_most_rows",  # at start-up
     "Calibration.of_prior",  # at start-up
     "TreeBadWords.apply",  # numpy: num_bad_words
     "LearningSampler.__call__",  # numpy: prefill_len_np
-    "ModelSpeculator.has_drawn",  # numpy
     "SeparateOnDevice.read",  # numpy: lengths
 }
 

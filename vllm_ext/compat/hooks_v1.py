@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from vllm_ext.compat.hooks import Hook
+from vllm_ext.compat.hooks_structured import STRUCTURED_HOOKS
 
 _SPEC = "vllm.v1.kv_cache_interface"
 LAYER_HOOKS = (
@@ -68,30 +69,7 @@ HOOKS = (
         "tells workers which grammar backend the engine has; keeps blocks apart that a companion model has read",
     ),
     Hook("vllm.v1.request", "Request.update_block_hashes", ("self",), "keeps those blocks apart"),
-    Hook(
-        "vllm.v1.core.sched.scheduler",
-        "Scheduler.get_grammar_bitmask",
-        ("self", "scheduler_output"),
-        "leaves the masks of trees to the worker",
-    ),
-    Hook(
-        "vllm.v1.core.sched.scheduler",
-        "Scheduler.update_draft_token_ids",
-        ("self", "draft_token_ids"),
-        "takes trees under a grammar as they are",
-    ),
-    Hook(
-        "vllm.v1.structured_output",
-        "StructuredOutputManager.grammar_init",
-        ("self", "request"),
-        "compiles grammars in the worker",
-    ),
-    Hook(
-        "vllm.v1.structured_output.request",
-        "StructuredOutputRequest.from_sampling_params",
-        ("sampling_params",),
-        "tells which requests are structured",
-    ),
+    *STRUCTURED_HOOKS,
     Hook(
         "vllm.v1.core.sched.scheduler",
         "Scheduler.update_from_output",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from vllm_ext.compat.hooks import Hook
 from vllm_ext.compat.hooks_cuda import CUDA_HOOKS
+from vllm_ext.compat.hooks_structured import V2_STRUCTURED_HOOKS
 from vllm_ext.compat.hooks_v1 import HOOKS, LAYER_HOOKS
 
 _GPU = "vllm.v1.worker.gpu"
@@ -20,6 +21,7 @@ _RUNNER = f"{_GPU}.model_runner"
 
 V2_HOOKS = (
     *LAYER_HOOKS,
+    *V2_STRUCTURED_HOOKS,
     *(
         Hook(f"{_GPU}.sample.logit_bias", name, None, "longer lists of a request are refused")
         for name in ("MAX_NUM_ALLOWED_TOKEN_IDS", "MAX_NUM_LOGIT_BIAS_TOKENS", "MAX_NUM_STOP_TOKEN_IDS")
@@ -141,7 +143,7 @@ V2_HOOKS = (
         ("vllm_config", "kv_cache_spec"),
         "says of which query lengths a graph may be",
     ),
-    Hook("vllm.v1.request", "Request.use_structured_output", None, "whose masks have a row for each draft"),
+    Hook("vllm.v1.request", "Request.use_structured_output", None, "tells which requests are structured"),
     Hook(_OUTPUT, "SchedulerOutput.finished_req_ids", None, "tells a drafter on the host who is gone"),
     Hook(_RUNNER, "GPUModelRunner.load_model", ("self",), "puts our parts in place"),
     Hook(

@@ -86,7 +86,7 @@ class Speculation(Feature):
             return ()
         slots = ("DraftSlots",) if isinstance(asked.method.options, PassOptions) else ()
         if asked.on_v2:
-            return (*slots, "Budget") if _has_levels(vllm_config) else slots
+            return (*slots, "StructuredDrafts", *(("Budget",) if _has_levels(vllm_config) else ()))
         return "DraftCounts", *(slots or ("StructuredDrafts",))
 
     def settings(self, asked: Asked) -> dict[str, Any]:

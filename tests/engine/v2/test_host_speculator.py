@@ -72,7 +72,8 @@ def speculator(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> Iterator[HostS
         additional_config={"vllm_ext": {"speculation": speculation}},
         model_config=SimpleNamespace(get_vocab_size=lambda: VOCAB, max_model_len=50),
         parallel_config=SimpleNamespace(rank=0, world_size=1, data_parallel_index=0),
-        scheduler_config=SimpleNamespace(max_num_seqs=SLOTS),
+        scheduler_config=SimpleNamespace(max_num_seqs=SLOTS, scheduler_cls=None),
+        structured_outputs_config=None,
     )
     made = HostSpeculator(vllm_config, torch.device("cpu"), None)
     made.load(None)

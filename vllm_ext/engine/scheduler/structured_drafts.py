@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trees of structured requests, which the worker has made of what the grammar allows, and masks (`engine.grammar`)."""
+"""Trees of structured requests, which the worker has made of what the grammar allows, and masks.
+
+`engine.structured_output` is the worker's half of this agreement: `grammar` on V1, `known_trees` on V2.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from typing import Any
 
 from vllm.v1.outputs import DraftTokenIds
 
-from vllm_ext.engine import grammar
+from vllm_ext.engine.structured_output import grammar
 
 
 class StructuredDrafts:
@@ -51,14 +54,24 @@ class StructuredDrafts:
                 others[1].append(tokens)
         stock.update_draft_token_ids(DraftTokenIds(*others))
 
+    def update_draft_token_ids_in_output(self, draft_token_ids: DraftTokenIds, scheduler_output: Any) -> None:
+        """vLLM's, of steps scheduled ahead, which would cut likewise. V2's worker asks for nobody's word."""
+        if self._worker_masks:
+            draft_token_ids = DraftTokenIds([], [])
+        super().update_draft_token_ids_in_output(draft_token_ids, scheduler_output)  # type: ignore[misc]
+
     def get_grammar_bitmask(self, scheduler_output: Any) -> Any:
-        """vLLM's, of requests without drafts; -1 is what it fills rows up with."""
+        """vLLM's: on V1 of requests without drafts, on V2 of roots; -1 is what it fills rows up with."""
         drafts = scheduler_output.scheduled_spec_decode_tokens
         if self._worker_masks and drafts:
-            scheduled = {
-                name: count
-                for name, count in scheduler_output.num_scheduled_tokens.items()
-                if drafts.get(name, [-1])[0] < 0
-            }
-            scheduler_output = replace(scheduler_output, num_scheduled_tokens=scheduled)
+            if self.vllm_config.use_v2_model_runner:
+                unknown = {name: [-1] * len(tokens) for name, tokens in drafts.items()}
+                scheduler_output = replace(scheduler_output, scheduled_spec_decode_tokens=unknown)
+            else:
+                scheduled = {
+                    name: count
+                    for name, count in scheduler_output.num_scheduled_tokens.items()
+                    if drafts.get(name, [-1])[0] < 0
+                }
+                scheduler_output = replace(scheduler_output, num_scheduled_tokens=scheduled)
         return super().get_grammar_bitmask(scheduler_output)  # type: ignore[misc]

@@ -13,13 +13,13 @@ import numpy as np
 
 from vllm_ext.config import speculative
 from vllm_ext.engine import metrics, sampling_params
-from vllm_ext.engine.draft_constraints import DraftConstraints
 from vllm_ext.engine.draft_model.answer_export import TOP_K, Export
 from vllm_ext.engine.draft_model.controller import ModelDrafts
 from vllm_ext.engine.drafting import logits_tap
 from vllm_ext.engine.drafting.host_proposer import STEP_FAULT, HostProposer
 from vllm_ext.engine.drafting.requests import BatchTexts
 from vllm_ext.engine.drafting.step_clock import StepClock
+from vllm_ext.engine.structured_output.draft_constraints import DraftConstraints
 from vllm_ext.engine.tree_layout import StepTrees
 from vllm_ext.proposers.base import Proposer, Request, chains_where_asked
 from vllm_ext.proposers.budget import GoodputBudget

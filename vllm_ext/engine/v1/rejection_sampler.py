@@ -18,7 +18,7 @@ import torch
 from vllm.v1.outputs import LogprobsTensors, SamplerOutput
 from vllm.v1.sample.rejection_sampler import PLACEHOLDER_TOKEN_ID, RejectionSampler
 
-from vllm_ext.engine.grammar import Masks
+from vllm_ext.engine.structured_output.grammar import Masks
 from vllm_ext.engine.tree_layout import StepTrees
 from vllm_ext.engine.v1.logits_processor import deferrals
 from vllm_ext.engine.v1.multi_draft_sampler import MultiDraftSampler

@@ -85,8 +85,7 @@ class DeviceSpeculator(TreeSpeculator):
             )
             self._checkpointer.mark_dirty()
 
-    def propose(self, input_batch: Any, *args: Any, dummy_run: bool = False, **kwargs: Any) -> torch.Tensor:
-        """vLLM's: int64 ``[requests, nodes]`` in batch order, after the step's tokens were taken over."""
+    def draft(self, input_batch: Any, *args: Any, dummy_run: bool = False, **kwargs: Any) -> torch.Tensor:
         if dummy_run or kwargs.get("num_speculative_tokens") == 0:
             return self.drafter.tokens[: input_batch.num_reqs]
         return self.drafter.propose(

@@ -12,7 +12,7 @@ from vllm.distributed.parallel_state import get_tp_group
 
 from vllm_ext.engine.v2 import tree_rows
 from vllm_ext.engine.v2.host_drafter import HostDrafts, Verified
-from vllm_ext.engine.v2.speculator import StepRows, TreeSpeculator
+from vllm_ext.engine.v2.speculator import StepRows, TreeSpeculator, to_host
 from vllm_ext.kernels.device_trees import EMPTY, SlotTrees
 from vllm_ext.proposers.base import no_top
 from vllm_ext.proposers.tree import Float32
@@ -58,6 +58,7 @@ class HostSpeculator(TreeSpeculator):
         self.drafts.admit(request, chain, most_depth)
 
     def finish(self, request_ids: Iterable[str]) -> None:
+        super().finish(request_ids)
         if request_ids:
             self._take(0, waits=False)
         self.drafts.finish(request_ids)
@@ -85,16 +86,9 @@ class HostSpeculator(TreeSpeculator):
             top_ids, top_logits = self.top(rows.logits, self._width)
             parts += [top_ids, top_logits.view(torch.int32)]
         packed = torch.cat([part.flatten().to(torch.int32) for part in parts])
-        event: Any = None
-        moved = packed.to("cpu", non_blocking=True)  # into memory that PyTorch has pinned for it
-        if packed.is_cuda:
-            # One that sleeps: another thread of this process may have something to do.
-            event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-            event.record()
-        self._sent = moved, event, verified.emitted.shape[1], with_tree
+        self._sent = *to_host(packed), verified.emitted.shape[1], with_tree
 
-    def propose(self, input_batch: Any, *args: Any, dummy_run: bool = False, **kwargs: Any) -> torch.Tensor:
-        """vLLM's: int64 ``[requests, nodes]`` in batch order, after the step's tokens were taken over."""
+    def draft(self, input_batch: Any, *args: Any, dummy_run: bool = False, **kwargs: Any) -> torch.Tensor:
         number, level = input_batch.num_reqs, kwargs.get("num_speculative_tokens", self.num_nodes)
         nothing = torch.zeros((number, self.num_nodes), dtype=torch.int64, device=self.device)
         if dummy_run or self._sent is None:
@@ -131,15 +125,10 @@ class HostSpeculator(TreeSpeculator):
             found = self.drafts.step(entry.names, self._unpacked(entry), own_level)
         return found
 
-    def _wait(self, entry: _Arriving) -> np.ndarray[Any, Any]:
-        """The one wait of a step that drafting on the host costs: until the device has verified, and has said what."""
-        if entry.event is not None:
-            entry.event.synchronize()
-        return entry.values.numpy()
-
     def _unpacked(self, entry: _Arriving) -> Verified:
         """What `learn` has packed."""
-        values, row_start, number = self._wait(entry), entry.row_start, len(entry.names)
+        # The one wait of a step that drafting on the host costs: until the device has verified, and has said what.
+        values, row_start, number = self._wait(entry.values, entry.event), entry.row_start, len(entry.names)
         num_rows = row_start[-1]
         sizes = [number, number * entry.most, num_rows]
         sizes += [num_rows] * 2 * entry.with_tree + [num_rows * self._width] * 2

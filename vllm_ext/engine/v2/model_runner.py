@@ -190,11 +190,16 @@ class SpeculativeRunner:
 
     def sample(self, hidden_states: torch.Tensor, input_batch: Any, grammar_output: Any) -> Any:
         """vLLM's, then make the KV cache what it would be had the accepted path been a chain."""
+        known = self.speculator.known_trees
+        if known is not None and grammar_output is not None and input_batch.num_draft_tokens:
+            counts = input_batch.num_draft_tokens_per_req.tolist()  # numpy
+            grammar_output = known.masked(grammar_output, dict(zip(input_batch.req_ids, counts, strict=True)))
         result = super().sample(hidden_states, input_batch, grammar_output)  # type: ignore[misc]
         if input_batch.num_draft_tokens:
             self._settle()
-            structured = self.speculator.structured[input_batch.idx_mapping_np]
-            self.speculator.counts.count("fallbacks:structured_output_chain", int(structured.sum()))
+            if known is None:
+                structured = self.speculator.structured[input_batch.idx_mapping_np]
+                self.speculator.counts.count("fallbacks:structured_output_chain", int(structured.sum()))
             if self.speculator.chain_reason is not None:
                 self.speculator.counts.count("fallbacks:model_chain", input_batch.num_reqs)
         return result

@@ -42,7 +42,7 @@ class ModelSpeculator(TreeSpeculator):
         proposer = self.settings.proposer_class.from_options(options, self.passes.vocab_size)
         assert isinstance(proposer, DraftModelProposer)
         self._proposer = proposer
-        self._max_depth = min(options.max_depth, self.num_nodes)
+        self.max_depth = min(options.max_depth, self.num_nodes)
         self.trees = SlotTrees.of_size(self.max_num_reqs, self.num_nodes, device)
         new, levels = proposer, range(1, self.num_nodes + 1)
         asked = max(sum(common_widths(new.chosen_on_device(n), new.drawn_on_device(n))) for n in levels)
@@ -75,7 +75,9 @@ class ModelSpeculator(TreeSpeculator):
     def start(self, slot: int, request: Any, chain: bool, most_depth: int) -> None:
         params = request.sampling_params
         random = params.temperature > 0.0 and params.seed is None
-        self._is_drawn.np[slot] = self._draws and random and not chain and not self.path_dependent[slot]
+        # What is drawn without a grammar's mask would be rejected where the mask forbids it.
+        by_itself = not (self.path_dependent[slot] or self.structured[slot])
+        self._is_drawn.np[slot] = self._draws and random and not chain and by_itself
         self._chains.np[slot] = chain
         self._depths.np[slot] = most_depth
         self._behind[slot] = 0
@@ -100,15 +102,14 @@ class ModelSpeculator(TreeSpeculator):
     def forget(self) -> None:
         """See above."""
 
-    def propose(self, input_batch: Any, *args: Any, dummy_run: bool = False, **kwargs: Any) -> torch.Tensor:
-        """vLLM's: int64 ``[requests, nodes]`` in batch order, after the step's tokens were taken over."""
+    def draft(self, input_batch: Any, *args: Any, dummy_run: bool = False, **kwargs: Any) -> torch.Tensor:
         nothing = self._nothing[: input_batch.num_reqs]
         level = kwargs.get("num_speculative_tokens", self.num_nodes)
         if dummy_run:
             self.passes.dummy(input_batch.num_tokens)
             return nothing
         slots = input_batch.idx_mapping_np
-        most_new = 1 + self._max_depth
+        most_new = 1 + self.max_depth
         rests = not input_batch.has_prefill and self._behind[slots].max() < READ_EVERY
         if not level and (rests or not self.passes.reads):
             self._behind[slots] += np.minimum(input_batch.num_scheduled_tokens, most_new)

@@ -3,31 +3,39 @@
 
 A step's parts (`model_state`, `rejection_sampler`, `model_runner`) know the trees of the slots and how a step's rows
 lie. They do not know where the trees come from: grown on the device (`device_speculator`), or by a proposer on the host
-(`host_speculator`). Nothing in this file asks for the value of a tensor on the host, so that vLLM can prepare the
-next step while this one runs. What the host decides it decides by what it knew before the step.
+(`host_speculator`). No step asks for the value of a tensor on the host here, so that vLLM can prepare the next one
+while this one runs; what the host decides it decides by what it knew before the step. Only steps that hold a structured
+request wait, once, as vLLM's do: its tree is cut to what the grammar allows, on the host.
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from vllm.logger import init_logger
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.worker.gpu.buffer_utils import UvaBackedTensor
 from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 
 from vllm_ext.config import speculative
+from vllm_ext.engine.structured_output import known_trees
+from vllm_ext.engine.structured_output.grammar import in_worker
+from vllm_ext.engine.structured_output.known_trees import KnownTrees
+from vllm_ext.engine.v2 import tree_rows
 from vllm_ext.engine.v2.counters import Counts
 from vllm_ext.kernels.backends import Backend
-from vllm_ext.kernels.device_trees import RowLayout, SlotTrees, lay_out
+from vllm_ext.kernels.device_trees import EMPTY, RowLayout, SlotTrees, lay_out
 from vllm_ext.kernels.drawn_rows import DrawnTrees
 from vllm_ext.kernels.recycling import WalkedRows
 from vllm_ext.kernels.top_k import top_k_ids
 from vllm_ext.proposers.tree import Float32
+
+logger = init_logger("vllm.vllm_ext")
 
 # vLLM's V2 runner has Triton; on a CPU its tests run it in the interpreter.
 BACKEND: Backend = "triton"
@@ -50,6 +58,17 @@ class Paths(NamedTuple):
     parents: torch.Tensor  # int32 [rows]
 
 
+def to_host(values: torch.Tensor) -> tuple[torch.Tensor, Any]:
+    """A copy that is on its way to the host, and an event to wait for; None on the CPU."""
+    moved = values.to("cpu", non_blocking=True)  # into memory that PyTorch has pinned for it
+    if not values.is_cuda:
+        return moved, None
+    # One that sleeps: another thread of this process may have something to do.
+    event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+    event.record()
+    return moved, event
+
+
 class TreeSpeculator(BaseSpeculator):  # type: ignore[misc]  # vLLM is untyped to us
     """Drafts of all requests, by slot; and of the step that runs, how they were laid out."""
 
@@ -69,6 +88,7 @@ class TreeSpeculator(BaseSpeculator):  # type: ignore[misc]  # vLLM is untyped t
         self.device = device
         self.req_states = req_states
         self.num_nodes: int = settings.options.num_speculative_tokens
+        self.max_depth = self.num_nodes  # of any tree's nodes
         self.max_num_reqs: int = vllm_config.scheduler_config.max_num_seqs
         self.layout = RowLayout.of_size(self.max_num_reqs, self.max_num_reqs * (1 + self.num_nodes), device)
         self.ones = torch.ones(self.max_num_reqs, dtype=torch.int32, device=device)
@@ -77,10 +97,15 @@ class TreeSpeculator(BaseSpeculator):  # type: ignore[misc]  # vLLM is untyped t
         # By slot: a row's distribution depends on the tokens of its path, and whoever makes it takes rows for a chain.
         self.path_dependent = np.zeros(self.max_num_reqs, dtype=bool)
         self.structured = np.zeros(self.max_num_reqs, dtype=bool)
+        self._only_chain = np.zeros(self.max_num_reqs, dtype=bool)
         self._teaches = UvaBackedTensor(self.max_num_reqs, dtype=torch.int32)
         # Why this model's drafts are chains; None where it can verify trees. Set once the caches are bound.
         self.chain_reason: str | None = None
         self.counts = Counts(vllm_config, device)
+        # None: vLLM masks structured requests' rows along the flat list of drafts, right for chains alone.
+        self.known_trees = (
+            KnownTrees(vllm_config, self.counts.count, self._fault) if in_worker(vllm_config) else None
+        )
         self.may_vary: Callable[[], bool] = lambda: (
             False
         )  # whether steps may have any query lengths; of the runner
@@ -116,8 +141,11 @@ class TreeSpeculator(BaseSpeculator):  # type: ignore[misc]  # vLLM is untyped t
         self.structured[slot] = structured
         self._teaches.np[slot] = not structured
         self.path_dependent[slot] = path_dependent
-        # vLLM masks the logits along the flat list of drafts: right for a chain, wrong for a tree.
-        chain = structured or self.chain_reason is not None or self.only_chains
+        if self.known_trees is not None:
+            self.known_trees.start(request)
+        masked_by_vllm = structured and self.known_trees is None
+        chain = masked_by_vllm or self.chain_reason is not None or self.only_chains
+        self._only_chain[slot] = chain
         self.start(slot, request, chain, SLOW_DEPTH if path_dependent else self.num_nodes)
 
     def apply_staged_writes(self) -> None:
@@ -171,6 +199,91 @@ class TreeSpeculator(BaseSpeculator):  # type: ignore[misc]  # vLLM is untyped t
             most_depth: of a node that can be.
         """
 
+    def propose(self, input_batch: Any, *args: Any, dummy_run: bool = False, **kwargs: Any) -> torch.Tensor:
+        """vLLM's: int64 ``[requests, nodes]`` in batch order, after the step's tokens were taken over."""
+        tokens = self.draft(input_batch, *args, dummy_run=dummy_run, **kwargs)
+        if dummy_run or self.known_trees is None:
+            return tokens
+        structured = np.flatnonzero(self.structured[input_batch.idx_mapping_np])
+        if not len(structured):
+            return tokens
+        self.known_trees.forget(input_batch.req_ids[place] for place in structured)
+        level = kwargs.get("num_speculative_tokens", self.num_nodes)
+        done = input_batch.num_computed_tokens_np + input_batch.num_scheduled_tokens
+        speaking = structured[(done >= input_batch.prefill_len_np)[structured]]
+        if not level or not len(speaking):
+            return tokens
+        return self._under_grammars(self.known_trees, input_batch, speaking, level, tokens)
+
+    @abstractmethod
+    def draft(self, input_batch: Any, *args: Any, dummy_run: bool = False, **kwargs: Any) -> torch.Tensor:
+        """`propose`, but for grammars."""
+
+    def _under_grammars(
+        self,
+        known: KnownTrees,
+        input_batch: Any,
+        places: np.ndarray[Any, Any],
+        level: int,
+        tokens: torch.Tensor,
+    ) -> torch.Tensor:
+        """The batch's tokens, with the trees of some requests cut to their grammars, and with what these demand.
+
+        Args:
+            known: gives these.
+            input_batch: vLLM's.
+            places: of these requests, in the batch.
+            level: most nodes of a tree.
+            tokens: what was drafted, of all requests.
+        """
+        slots = input_batch.idx_mapping_np[places]
+        names = [input_batch.req_ids[place] for place in places]
+        trees, roots = [], []
+        arrived = self._texts_and_trees(places, slots, [known.length(name) for name in names], tokens)
+        for name, slot, (text, drafted, parents) in zip(names, slots, arrived, strict=True):
+            tree = known_trees.tree_of_rows(drafted, parents, level)
+            most_depth = SLOW_DEPTH if self.path_dependent[slot] else self.num_nodes
+            trees.append(
+                known.draft(name, text, tree, level, min(most_depth, self.max_depth), self._only_chain[slot])
+            )
+            roots.append(text[-1] if text else 0)
+        packed = self.to_device(tree_rows.pack(trees, np.array(roots, np.int32), self.num_nodes), torch.int32)
+        on_device = self.to_device(slots)
+        made = tree_rows.put(packed, on_device, self.trees)
+        self.trees.groups.index_fill_(0, on_device, EMPTY)
+        return tokens.to(torch.int64).index_copy(0, self.to_device(places), made)
+
+    def _texts_and_trees(
+        self, places: Any, slots: Any, lengths: Sequence[int], tokens: torch.Tensor
+    ) -> Iterator[tuple[list[int], np.ndarray[Any, Any], np.ndarray[Any, Any]]]:
+        """Of each request its text from a length on, its tree's tokens and their parents' rows; waited for."""
+        at, width, texts = self.to_device(slots), 1 + self.num_nodes, self.req_states.all_token_ids.gpu
+        new = self.to_device(lengths)[:, None] + torch.arange(width, device=self.device)
+        parts = (
+            self.req_states.total_len.gpu[at][:, None],
+            texts[at[:, None], new.clamp(max=texts.shape[1] - 1)],
+            tokens[self.to_device(places)],
+            self.trees.parents[at, 1:],
+        )
+        arrived = self._wait(*to_host(torch.cat([part.to(torch.int32) for part in parts], 1)))
+        ends, own, drafted, parents = np.split(arrived, [1, 1 + width, 2 * width], axis=1)
+        for row, (slot, length, end) in enumerate(zip(slots, lengths, ends[:, 0].tolist(), strict=True)):
+            text = own[row, : max(end - length, 0)].tolist()
+            if end > length + width:  # after steps of which nothing was heard here, as they drafted nothing
+                text += self._wait(*to_host(texts[slot, length + width : end])).tolist()
+            yield text, drafted[row], parents[row]
+
+    def _wait(self, values: torch.Tensor, event: Any) -> np.ndarray[Any, Any]:
+        """What `to_host` has sent: all that a step waits for."""
+        if event is not None:
+            event.synchronize()
+        return values.numpy()
+
+    def _fault(self, what: str) -> None:
+        """Log the exception in hand and count it. Call in an except block."""
+        logger.exception("vllm-ext: %s", what)
+        self.counts.count("fallbacks:proposer_error")
+
     @abstractmethod
     def learn(self, rows: StepRows) -> None:
         """A step has been verified; before `propose` makes the next step's trees."""
@@ -208,6 +321,8 @@ class TreeSpeculator(BaseSpeculator):  # type: ignore[misc]  # vLLM is untyped t
 
     def finish(self, request_ids: Iterable[str]) -> None:
         """Requests are gone: finished or aborted, not preempted."""
+        if self.known_trees is not None:
+            self.known_trees.finish(request_ids)
 
     def close(self) -> None:
         """The worker shuts down; may be called again."""

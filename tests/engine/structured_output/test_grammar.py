@@ -17,9 +17,9 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.sampling_params import StructuredOutputsParams
 
 from vllm_ext import plugin
-from vllm_ext.engine import grammar as grammars
 from vllm_ext.engine.composed import scheduler
-from vllm_ext.engine.grammar import Grammar, Grammars
+from vllm_ext.engine.structured_output import grammar as grammars
+from vllm_ext.engine.structured_output.grammar import Grammar, Grammars
 from vllm_ext.proposers.base import Request, Sampling
 from vllm_ext.proposers.tree import DraftTree
 

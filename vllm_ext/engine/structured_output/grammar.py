@@ -3,9 +3,10 @@
 
 vLLM's engine core masks along the flat list of drafts and cuts off what is no legal chain, which is wrong for trees;
 and it sees drafts only when they are made. So the worker compiles the grammar too, by vLLM's own backend, drafts what
-it allows (`proposers/under_grammar.py`), and masks the rows that the walk visits, each behind its own path. What is
-left to the core is what it does without speculation: rows of requests that have no drafts, and the end of a request.
-`scheduler.structured_drafts` is the other half of this agreement.
+it allows (`proposers/under_grammar.py`), and masks rows, each behind its own path: on V1 those that the walk visits
+(`Masks`), on V2 those of the whole tree (`known_trees`). What is left to the core is what it does without speculation:
+rows of requests that have no drafts, and the end of a request. `scheduler.structured_drafts` is the other half of this
+agreement.
 
 Not with a reasoning parser, which says where a grammar begins: there the core masks chains, as ever.
 """
@@ -166,7 +167,7 @@ class Grammars:
 
     def _only_choices(self, grammar: Grammar, most: int) -> list[int]:
         """Tokens while each is the only one that is allowed."""
-        bitmask = self._rows(1)
+        bitmask = self.rows(1)
         tokens: list[int] = []
         while len(tokens) < most:
             grammar.fill(bitmask, 0)
@@ -181,8 +182,8 @@ class Grammars:
         grammar.rollback(len(tokens))
         return tokens
 
-    def _rows(self, count: int) -> torch.Tensor:
-        """A bitmask of so many rows at least, whose values are anybody's."""
+    def rows(self, count: int) -> torch.Tensor:
+        """A bitmask of so many rows at least, whose values are anybody's; the same memory for all."""
         if self._bitmask is None or len(self._bitmask) < count:
             self._bitmask = self._manager.backend.allocate_token_bitmask(count)
         return self._bitmask
@@ -214,7 +215,7 @@ class Grammars:
         Args:
             grammars: by batch index, of the requests that have drafts, each behind all output before the step.
         """
-        return Masks(grammars, self._rows(len(grammars)))
+        return Masks(grammars, self.rows(len(grammars)))
 
 
 class Masks:

@@ -11,7 +11,7 @@ from vllm.logger import init_logger
 from vllm_ext.config import rules
 from vllm_ext.config.rules import Asking, RuleSettings, asked_of
 from vllm_ext.data.model_files import ModelVocabulary
-from vllm_ext.engine.grammar import Grammar, Grammars, Masks, in_worker
+from vllm_ext.engine.structured_output.grammar import Grammar, Grammars, Masks, in_worker
 from vllm_ext.engine.tree_layout import StepTrees
 from vllm_ext.proposers.base import Request
 from vllm_ext.proposers.tree import DraftTree

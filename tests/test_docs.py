@@ -70,6 +70,17 @@ def test_options_are_the_registries() -> None:
     )
 
 
+def test_what_runs_where_is_what_was_tested() -> None:
+    script = ROOT / "scripts" / "runner_page.py"
+    made = subprocess.run(
+        [sys.executable, script], check=True, capture_output=True, text=True, cwd=ROOT
+    ).stdout
+    page = (ROOT / "docs" / "runners.md").read_text()
+    assert made == page, f"python {script.relative_to(ROOT)} > docs/runners.md"
+    for test in re.findall(r"`(test_\w+\.py)`", page):
+        assert (ROOT / "tests" / "engine" / test).exists(), test
+
+
 def test_every_method_has_a_row() -> None:
     text = (ROOT / "docs" / "methods.md").read_text()
     cells = " ".join(re.findall(r"(?m)^\| ([^|]*)", text.partition("## What each one does")[2]))

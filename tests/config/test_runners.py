@@ -274,18 +274,19 @@ def test_a_scheduler_of_the_users_own_runs_behind_our_parts(
     assert config.use_v2_model_runner
     path = schedulers.path_of(kind)
     chosen = config.scheduler_config
-    assert chosen.scheduler_cls == scheduler.path_over(["Budget"], path)
+    assert chosen.scheduler_cls == scheduler.path_over(["StructuredDrafts", "Budget"], path)
     assert scheduler.has(config, "Budget")
-    assert [each.__name__ for each in chosen.get_scheduler_cls().__mro__[1:3]] == [
+    assert [each.__name__ for each in chosen.get_scheduler_cls().__mro__[1:4]] == [
+        "StructuredDrafts",
         "Budget",
         path.rpartition(".")[2],
     ]
-    assert f"scheduler_cls {path} runs behind our Budget" in caplog.text
+    assert f"scheduler_cls {path} runs behind our StructuredDrafts, Budget" in caplog.text
     args = EngineArgs(model=model_dir, scheduler_cls=kind)
     options = Speculation().options(args, Asked(runners.RunnerChoice("V2", ""), parse(METHOD)))
     assert options.get("async_scheduling") is ahead
     fixed = made(model_dir, {**METHOD, "budget": "fixed"}, scheduler_cls=kind)
-    assert fixed.scheduler_config.scheduler_cls == kind  # without parts it stays as it is
+    assert fixed.scheduler_config.scheduler_cls == scheduler.path_over(["StructuredDrafts"], path)
 
 
 def test_draft_models_have_their_slots_before_a_scheduler_of_the_users_own(
@@ -294,7 +295,9 @@ def test_draft_models_have_their_slots_before_a_scheduler_of_the_users_own(
     method = {"method": "dyspec", "model": "self", "num_speculative_tokens": 7}
     config = made(model_dir, method, scheduler_cls=AsyncScheduler)
     path = schedulers.path_of(AsyncScheduler)
-    assert config.scheduler_config.scheduler_cls == scheduler.path_over(["DraftSlots", "Budget"], path)
+    assert config.scheduler_config.scheduler_cls == scheduler.path_over(
+        ["DraftSlots", "StructuredDrafts", "Budget"], path
+    )
 
 
 def test_a_scheduler_that_cannot_be_taken_is_refused(model_dir: str, with_triton: None) -> None:

@@ -33,7 +33,11 @@ OWN_LAYERS = {
 _engines: dict[str, Any] = {}
 
 
-@pytest.fixture(params=METHODS)
+@pytest.fixture(
+    params=[
+        pytest.param(name, marks=[pytest.mark.quick] * (name in ("dyspec", "spectr"))) for name in METHODS
+    ]
+)
 def v2_same(request: pytest.FixtureRequest, v2_dir: str, v2_plain: Any) -> tuple[str, Any]:
     """A method, and an engine whose draft model is the target."""
     return request.param, engine(

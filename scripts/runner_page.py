@@ -1,0 +1,111 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""docs/runners.md: what runs on which of vLLM's runners, by the registries, and how many tests passed there.
+
+    RECORD=docs/benchmarks/exactness.jsonl scripts/matrix_v2.sh      # and scripts/matrix.sh: a line of each method
+    python scripts/runner_page.py > docs/runners.md
+
+`tests/test_docs.py` fails where the page is another, or an option names a test that is not there.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from vllm_ext.codecs.registry import CODECS
+from vllm_ext.config.rules import needs_v1
+from vllm_ext.proposers.registry import METHODS, load_method
+from vllm_ext.samplers.registry import RULES
+
+ROOT = Path(__file__).parents[1]
+RECORD = ROOT / "docs" / "benchmarks" / "exactness.jsonl"
+V1, V2 = "V1, CPU", "V2, interpreter"
+HEAD = """# What runs on which runner
+
+Made by `python scripts/runner_page.py`. vLLM has two model runners, V1 and V2, and
+[ours differ](tuning.md#model-runners). What has no form on V2 runs on V1, and the log says why.
+
+## Methods
+
+In brackets: how many tests of exactness passed with the method, by `scripts/matrix.sh` (V1, the whole model, on a CPU)
+and `scripts/matrix_v2.sh` (V2, two layers of it, in Triton's interpreter). They ask for greedy and seeded answers,
+penalties, log-probabilities, min-p, biases, bad words, allowed tokens, thinking budgets, stop strings, grammars and
+several answers, in mixed batches, with preemption, prefix hits, chunked prompts and aborts. On CUDA nothing of V2 has
+been tested since [the run of 2026-11-26](tuning.md#on-a-gpu): `scripts/gpu` does it.
+"""
+# What else there is, where it was tested on each runner, and why not.
+OPTIONS = (
+    ("structured output", "test_structured", "test_v2_structured"),
+    ("LoRA", "test_lora", "test_v2_lora"),
+    ("`state_dir`", "test_state_engine", "test_v2_state"),
+    ("`export_dir`", "test_draft_reading", "no: drafts on the device do not see answers"),
+    ("`budget`: `goodput`", "test_stress", "test_v2_scheduling"),
+    ("`budget`: `shared`", "test_stress", "test_v2_graphs"),
+    (
+        "`scheduler_cls`",
+        "yes, without our scheduler's parts; draft models and early exits refuse it",
+        "test_v2_processors",
+    ),
+    ("logits processors of V1's interface", "test_sampling_rules", "test_v2_processors"),
+    ("logits processors of V2's interface", "no: vLLM's V1 runner has none", "test_v2_request_states"),
+    ("tensor parallelism", "test_tensor_parallel", "no test: the interpreter runs in one process"),
+)
+
+
+def records() -> dict[tuple[str, str], dict[str, Any]]:
+    """The last line of each method and runner."""
+    found = {}
+    for line in RECORD.read_text().splitlines():
+        entry = json.loads(line)
+        found[entry["method"], entry["runner"]] = entry
+    return found
+
+
+def cell(entry: dict[str, Any] | None) -> str:
+    """What a record says."""
+    if entry is None:
+        return "yes (no record)"
+    wrong = entry["failed"] + entry["error"]
+    return f"yes ({entry['passed']}{f', {wrong} failed' if wrong else ''}; vLLM {entry['vllm']}, {entry['date']})"
+
+
+def page() -> Iterator[str]:
+    """Its lines."""
+    known = records()
+    yield HEAD
+    yield f"| method | {V1} | {V2} | drafts there |"
+    yield "| --- | --- | --- | --- |"
+    for name in METHODS:
+        place = load_method(name).on_v2
+        on_v2 = (
+            cell(known.get((name, V2)))
+            if place
+            else "no: it chooses its exits on the host, by what it has seen"
+        )
+        where = {
+            "device": "on the device, no step waits",
+            "host": "on the host, a step waits once",
+            None: "",
+        }[place]
+        yield f"| `{name}` | {cell(known.get((name, V1)))} | {on_v2} | {where} |"
+    yield "\n## Options and features\n\nWhere they are tested: files of `tests/engine/`.\n"
+    yield "| | V1 | V2 |"
+    yield "| --- | --- | --- |"
+    for name, on_v1, on_v2 in OPTIONS:
+        cells = (f"`{test}.py`" if test.startswith("test_") else test for test in (on_v1, on_v2))
+        yield f"| {name} | {' | '.join(cells)} |"
+    ruled = [name for name in RULES if not needs_v1(name)]
+    others = ", ".join(f"`{name}`" for name in RULES if needs_v1(name))
+    yield f"| rules {', '.join(f'`{name}`' for name in ruled)} | `test_sampling_rules.py` | `test_v2_rules.py` |"
+    why = "no: they report, learn, look ahead or steer"
+    yield f"| rules {others} | `test_sampling_rules.py`, `test_steering.py` | {why} |"
+    codecs = ", ".join(f"`{name}`" for name in CODECS)
+    why = "no: they have CPU kernels alone"
+    yield f"| KV methods {codecs} | `test_kv_cache_engine.py` (`scripts/kv_matrix.sh`) | {why} |"
+
+
+if __name__ == "__main__":
+    print("\n".join(page()))

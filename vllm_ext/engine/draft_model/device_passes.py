@@ -51,6 +51,7 @@ class Room(NamedTuple):
 
     slots: torch.Tensor  # int64 [requests, nodes] where the KV of each goes; NO_SLOT: nowhere
     positions: torch.Tensor  # int64 [requests, nodes] rotary positions
+    blocks: torch.Tensor  # int32 [requests, blocks] of each request; behind a longest text, vLLM's null block
 
 
 class DevicePasses(ABC):
@@ -129,7 +130,11 @@ class DevicePasses(ABC):
         at = texts.lengths[:, None] + place
         starts = torch.arange(texts.number + 1, device=at.device) * place.shape[1]
         slots = self._kv_slots(texts.slots, starts.to(torch.int32), at.flatten().long(), whose, None)
-        return Room(slots.view(at.shape), (texts.lengths[:, None] + depth).long())
+        tables = self._runner.block_tables
+        # Nodes may lie behind the longest text there is: kernels look up blocks for all of them.
+        more = 1 + place.shape[1] // tables.block_sizes[self._group_id]
+        blocks = torch.nn.functional.pad(tables.input_block_tables[self._group_id][: texts.number], (0, more))
+        return Room(slots.view(at.shape), (texts.lengths[:, None] + depth).long(), blocks)
 
     def _places(self, number: int, widths: tuple[int, ...]) -> tuple[torch.Tensor, ...]:
         """Made once: int32 ``[1, nodes]`` each node's place, and its depth less 1; int64 ``[number * nodes]`` whose."""
@@ -166,7 +171,7 @@ class DevicePasses(ABC):
             self._constants[key] = tuple(self._to_device(np.array(row), torch.int32) for row in rows)
         first_row, num_rows, num_past, row_start = self._constants[key]
         trees = TreeRows(
-            block_table=self._runner.block_tables.input_block_tables[self._group_id][:number],
+            block_table=room.blocks,
             first_row=first_row,
             num_rows=num_rows,
             num_past=num_past,

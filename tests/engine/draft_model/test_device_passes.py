@@ -22,7 +22,8 @@ class Passes(DevicePasses):
 
     def _forward(self, tokens: Any, positions: Any, kv_slots: Any, metadata: Any) -> Any:
         self.given = tokens, positions, kv_slots, metadata
-        return torch.zeros((len(tokens), 1))
+        self.sizes = [*getattr(self, "sizes", []), len(tokens)]
+        return positions[:, None]
 
     def _likeliest(self, hidden: torch.Tensor) -> Likeliest:
         return Likeliest(hidden, hidden)
@@ -42,8 +43,11 @@ class Tables:
         out[0] = self.input_block_tables[0][whose, places // BLOCK].long() * BLOCK + places % BLOCK
 
 
-def passes() -> Passes:
-    config = SimpleNamespace(model_config=SimpleNamespace(max_model_len=MOST, get_vocab_size=lambda: 9))
+def passes(limit: int = 99) -> Passes:
+    config = SimpleNamespace(
+        model_config=SimpleNamespace(max_model_len=MOST, get_vocab_size=lambda: 9),
+        scheduler_config=SimpleNamespace(max_num_batched_tokens=limit),
+    )
     made = Passes(config, SimpleNamespace(device=torch.device("cpu")), "torch", "a model")
     made._runner = SimpleNamespace(block_tables=Tables())
     made.layers = ["layer"]
@@ -88,3 +92,13 @@ def test_each_node_goes_where_its_request_is() -> None:
     rows = getattr(metadata["layer"], TREES).rows
     assert rows.first_row.tolist() == [0, 2, 4]
     assert rows.row_start.tolist() == [0, 3, 6, 9]
+
+
+def test_a_pass_has_as_many_rows_as_a_step_may_have() -> None:
+    """Found: more than the model is compiled for."""
+    texts = Texts(torch.arange(3), torch.tensor([20, 18, 3], dtype=torch.int32), 3)
+    tokens, parents = torch.ones((3, 4), dtype=torch.int32), torch.full((3, 4), -1, dtype=torch.int32)
+    whole, some = passes(), passes(9)
+    found = [made.nodes(texts, made.room(texts, [4]), tokens, parents, 0) for made in (whole, some)]
+    assert (whole.sizes, some.sizes) == ([12], [8, 4])
+    assert found[0].ids.tolist() == found[1].ids.tolist()

@@ -45,6 +45,10 @@ class Texts(NamedTuple):
     lengths: torch.Tensor  # int32 [requests] tokens of each
     number: int  # requests
 
+    def of(self, some: slice) -> Texts:
+        """Those of some requests."""
+        return Texts(self.slots[some], self.lengths[some], len(range(self.number)[some]))
+
 
 class Room(NamedTuple):
     """Of the nodes that are read in a step, by place."""
@@ -52,6 +56,10 @@ class Room(NamedTuple):
     slots: torch.Tensor  # int64 [requests, nodes] where the KV of each goes; NO_SLOT: nowhere
     positions: torch.Tensor  # int64 [requests, nodes] rotary positions
     blocks: torch.Tensor  # int32 [requests, blocks] of each request; behind a longest text, vLLM's null block
+
+    def of(self, some: slice) -> Room:
+        """That of some requests."""
+        return Room(*(part[some] for part in self))
 
 
 class DevicePasses(ABC):
@@ -70,6 +78,7 @@ class DevicePasses(ABC):
     def __init__(self, vllm_config: Any, req_states: Any, backend: Backend, what: str) -> None:
         self._target_config, self._states, self._backend, self._what = vllm_config, req_states, backend, what
         self._max_model_len: int = vllm_config.model_config.max_model_len
+        self._limit: int = vllm_config.scheduler_config.max_num_batched_tokens  # rows of a pass
         self._device: torch.device = req_states.device
         self.vocab_size: int = vllm_config.model_config.get_vocab_size()
         self.config: Any = vllm_config  # vLLM's, of the model that drafts
@@ -164,6 +173,10 @@ class DevicePasses(ABC):
             past: nodes of a request that were read before.
         """
         number, width = tokens.shape
+        if number > (most := max(1, self._limit // width)):
+            lots = [slice(begin, begin + most) for begin in range(0, number, most)]
+            found = [self.nodes(texts.of(lot), room.of(lot), tokens[lot], parents[lot], past) for lot in lots]
+            return Likeliest(*(torch.cat(part) for part in zip(*found, strict=True)))
         key = number, width, past
         if key not in self._constants:
             rows = [range(0, number * width, width), [past + width] * number, [past] * number]

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """A second model in vLLM's V2 worker, which reads what the target reads, in the same step.
 
-It reads prompts by the same chunks. Of a request that decodes it reads the last tokens that may be new, whether they
-are or not: what was read before is read again into the same slots of the KV cache. These are the target's blocks, in
-layers of the model's own. So blocks that the prefix cache shares hold both, and draft nodes are read again once they
-are committed.
+It reads prompts by the same chunks, in passes of as many rows as vLLM's steps have. Of a request that decodes it reads
+the last tokens that may be new, whether they are or not: what was read before is read again into the same slots of the
+KV cache. These are the target's blocks, in layers of the model's own. So blocks that the prefix cache shares hold both,
+and draft nodes are read again once they are committed.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from vllm.logger import init_logger
 from vllm.v1.worker.gpu.attn_utils import build_attn_metadata, init_attn_backend
 
 from vllm_ext.engine.draft_model.device_passes import DevicePasses, Likeliest, Texts
+from vllm_ext.engine.draft_model.separate import packed
 from vllm_ext.engine.models import second_model
 from vllm_ext.kernels.backends import Backend
 from vllm_ext.proposers.draft_model import SELF, DraftModelOptions
@@ -96,28 +97,66 @@ class SeparateOnDevice(DevicePasses):
         position = first[whose] + place
         there = position < end[whose]
         token = self._states.all_token_ids.gpu[slots[whose], torch.minimum(position, end[whose] - 1)]
-        starts32 = query_start.to(torch.int32)
-        slot_mapping = self._kv_slots(slots, starts32, position, whose, there)
+        slot_mapping = self._kv_slots(slots, query_start.to(torch.int32), position, whose, there)
+        longest = np.minimum(np.maximum(done + 1, lengths), self._max_model_len)
+        parts = [(request, 0, rows) for request, rows in enumerate(lengths.tolist())]
+        hidden = [
+            self._read_some(
+                lot, int(starts[lot[0][0]]) + lot[0][1], token, position, slot_mapping, first, longest
+            )
+            for lot in packed(parts, self._limit)
+        ]
+        rows = query_start[:-1] + (end - 1 - first)
+        return Texts(slots, end.to(torch.int32), number), self._likeliest(torch.cat(hidden)[rows])
+
+    def _read_some(
+        self,
+        lot: Sequence[tuple[int, int, int]],
+        begin: int,
+        token: torch.Tensor,
+        position: torch.Tensor,
+        slot_mapping: torch.Tensor,
+        first: torch.Tensor,
+        longest: Any,
+    ) -> torch.Tensor:
+        """One pass over rows of some requests.
+
+        Args:
+            lot: requests, with the first of their rows and the one behind the last.
+            begin: of all rows the first.
+            token: int ``[all rows]``.
+            position: int64 ``[all rows]``.
+            slot_mapping: int64 ``[all rows]``.
+            first: int64 ``[requests]`` position of each one's first row.
+            longest: int ``[requests]`` tokens of each, at most, on the host.
+
+        Returns:
+            ``[rows, hidden]``.
+        """
+        requests, starts, ends = (np.array(part) for part in zip(*lot, strict=True))
+        query_start = np.concatenate([[0], np.cumsum(ends - starts)]).astype(np.int32)
+        here = slice(begin, begin + int(query_start[-1]))
+        tables = [table[: len(first)] for table in self._runner.block_tables.input_block_tables]
+        seq_lens = first
+        if len(lot) < len(first):
+            picked = self._to_device(requests)
+            tables, seq_lens = [table[picked] for table in tables], first[picked]
         metadata = build_attn_metadata(
             attn_groups=self._attn_groups,
-            num_reqs=number,
-            num_tokens=len(owner),
-            query_start_loc_gpu=starts32,
-            query_start_loc_cpu=torch.from_numpy(starts.astype(np.int32)),
-            max_query_len=int(lengths.max()),
-            seq_lens=(first + length).to(torch.int32),
+            num_reqs=len(lot),
+            num_tokens=int(query_start[-1]),
+            query_start_loc_gpu=self._to_device(query_start, torch.int32),
+            query_start_loc_cpu=torch.from_numpy(query_start),
+            max_query_len=int((ends - starts).max()),
+            seq_lens=(seq_lens + self._to_device(ends)).to(torch.int32),
             max_seq_len=self._max_model_len,
-            block_tables=[table[:number] for table in self._runner.block_tables.input_block_tables],
-            slot_mappings=slot_mapping.expand(len(self._attn_groups), -1),
+            block_tables=tables,
+            slot_mappings=slot_mapping[here].expand(len(self._attn_groups), -1),
             kv_cache_config=self._runner.kv_cache_config,
-            seq_lens_cpu_upper_bound=torch.from_numpy(
-                np.minimum(done + 1, self._max_model_len).astype(np.int32)
-            ),
-            positions=position,
+            seq_lens_cpu_upper_bound=torch.from_numpy(longest[requests].astype(np.int32)),
+            positions=position[here],
         )
-        hidden = self._forward(token, position, slot_mapping, metadata)
-        rows = query_start[:-1] + (end - 1 - first)
-        return Texts(slots, end.to(torch.int32), number), self._likeliest(hidden[rows])
+        return self._forward(token[here], position[here], slot_mapping[here], metadata)
 
     def _run(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         hidden: torch.Tensor = self.model(input_ids=tokens, positions=positions, intermediate_tensors=None)

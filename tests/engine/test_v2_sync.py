@@ -321,6 +321,7 @@ KNOWN = {
     "TreeBadWords.apply",  # numpy: num_bad_words
     "LearningSampler.__call__",  # numpy: prefill_len_np
     "SeparateOnDevice.read",  # numpy: lengths
+    "SeparateOnDevice._read_some",  # numpy: query_start
 }
 
 

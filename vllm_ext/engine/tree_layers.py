@@ -8,7 +8,7 @@ that are gone. So each part has to be exactly one that was read and tested; what
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Collection, Container, Iterable, Iterator
 from dataclasses import dataclass, fields
 from typing import Any, TypeVar
 
@@ -126,6 +126,44 @@ def layer_problem(name: str, layer: Any, vllm_config: Any) -> str | None:
     """Why a layer cannot attend over trees, with its name and what was seen, or None."""
     problem = _layer_problem(layer, vllm_config)
     return problem and f"layer {name}: {problem}"
+
+
+def check_draft(names: Iterable[str], vllm_config: Any, what: str, way_out: str) -> None:
+    """Refuse layers that draft and cannot attend over trees.
+
+    Args:
+        names: theirs.
+        vllm_config: as in `model_problem`.
+        what: how errors name the model.
+        way_out: what an error says of what to do.
+
+    Raises:
+        ValueError: with the layer's name, and what was seen.
+    """
+    context = vllm_config.compilation_config.static_forward_context
+    for name in names:
+        if problem := layer_problem(name, context[name], vllm_config):
+            raise ValueError(f"{what}: {problem}. {way_out}")
+
+
+def only_group(names: Collection[str], groups: Iterable[Iterable[str]], what: str, way_out: str) -> int:
+    """The KV group of layers that draft.
+
+    Args:
+        names: theirs.
+        groups: by KV group, the names of its layers.
+        what: as in `check_draft`.
+        way_out: as in `check_draft`.
+
+    Raises:
+        ValueError: they lie in several.
+    """
+    found = [group_id for group_id, group in enumerate(groups) if not set(names).isdisjoint(group)]
+    if len(found) != 1:
+        raise ValueError(
+            f"{what}: its layers need several KV cache groups, where all must have full attention. {way_out}"
+        )
+    return found[0]
 
 
 def _layer_problem(layer: Any, vllm_config: Any) -> str | None:

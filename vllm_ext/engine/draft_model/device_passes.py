@@ -99,21 +99,9 @@ class DevicePasses(ABC):
             ValueError: its layers cannot attend over trees, or lie in several groups of caches.
         """
         self._runner = runner
-        context = self._target_config.compilation_config.static_forward_context
-        for name in self.layers:
-            if problem := tree_layers.layer_problem(name, context[name], self._target_config):
-                raise ValueError(f"{self._what}: {problem}. {self.what_next}")
-        groups = [
-            group_id
-            for group_id, group in enumerate(runner.kv_cache_config.kv_cache_groups)
-            if not set(self.layers).isdisjoint(group.layer_names)
-        ]
-        if len(groups) != 1:
-            raise ValueError(
-                f"{self._what}: its layers need several KV cache groups, where all must have full attention. "
-                f"{self.what_next}"
-            )
-        self._group_id = groups[0]
+        tree_layers.check_draft(self.layers, self._target_config, self._what, self.what_next)
+        groups = (group.layer_names for group in runner.kv_cache_config.kv_cache_groups)
+        self._group_id = tree_layers.only_group(self.layers, groups, self._what, self.what_next)
 
     @abstractmethod
     def read(self, input_batch: Any, most_new: int, behind: Sequence[int]) -> tuple[Texts, Likeliest]:

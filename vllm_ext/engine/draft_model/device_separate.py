@@ -14,16 +14,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from vllm.logger import init_logger
 from vllm.v1.worker.gpu.attn_utils import build_attn_metadata, init_attn_backend
 
 from vllm_ext.engine.draft_model.device_passes import DevicePasses, Likeliest, Texts
 from vllm_ext.engine.draft_model.separate import packed
 from vllm_ext.engine.models import second_model
 from vllm_ext.kernels.backends import Backend
-from vllm_ext.proposers.draft_model import SELF, DraftModelOptions
-
-logger = init_logger("vllm.vllm_ext")
+from vllm_ext.proposers.draft_model import DraftModelOptions
 
 PREFIX = "companion"  # of the layers' names
 
@@ -56,17 +53,7 @@ class SeparateOnDevice(DevicePasses):
         )
         self.own_layers = self.layers
         self.vocab_size = min(self.vocab_size, self.config.model_config.get_vocab_size())
-        own, shared = second_model.weight_bytes(self.model), 0
-        if self._options.model == SELF:
-            shared, own = own, 0
-        logger.info(
-            "vllm-ext: draft model %s: %d layers, %.1f MB of weights of its own (%.1f MB are the target's); its KV is "
-            "counted with the target's",
-            self._options.model,
-            len(self.layers),
-            own / 1e6,
-            shared / 1e6,
-        )
+        second_model.log_draft(self._options, self.model, self.layers)
 
     def bind(self, runner: Any) -> None:
         """See `DevicePasses`."""

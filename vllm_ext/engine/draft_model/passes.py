@@ -81,23 +81,15 @@ class DraftPasses(ABC):
             ValueError: its layers cannot attend over trees, or lie in several groups of caches.
         """
         self._runner = runner
-        context = self._target_config.compilation_config.static_forward_context
-        for name in self.layers:
-            if problem := tree_layers.layer_problem(name, context[name], self._target_config):
-                raise ValueError(f"{self._what}: {problem}. {self.what_next}")
-        found = [
-            (group_id, group, names)
-            for group_id, groups in enumerate(runner.attn_groups)
-            for group in groups
+        tree_layers.check_draft(self.layers, self._target_config, self._what, self.what_next)
+        groups = ([name for group in of_kv for name in group.layer_names] for of_kv in runner.attn_groups)
+        self._group_id = tree_layers.only_group(self.layers, groups, self._what, self.what_next)
+        self._groups = [
+            (group, names)
+            for group in runner.attn_groups[self._group_id]
             if (names := [name for name in group.layer_names if name in self.layers])
         ]
-        if len({group_id for group_id, _, _ in found}) != 1:
-            raise ValueError(
-                f"{self._what}: its layers need several KV cache groups, where all must have full attention. "
-                f"{self.what_next}"
-            )
-        self._group_id = found[0][0]
-        self._groups = [(group, names) for _, group, names in found]
+        context = self._target_config.compilation_config.static_forward_context
         tree_backend.warm_up(context[self.layers[0]])
 
     def begin_step(self, scheduler_output: Any) -> None:

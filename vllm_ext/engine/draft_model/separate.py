@@ -21,13 +21,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from vllm.logger import init_logger
 
 from vllm_ext.engine.draft_model.passes import DraftPasses, Growth, Pass
 from vllm_ext.engine.models import second_model
-from vllm_ext.proposers.draft_model import SELF, DraftModelOptions, Rows
-
-logger = init_logger("vllm.vllm_ext")
+from vllm_ext.proposers.draft_model import DraftModelOptions, Rows
 
 PREFIX = "companion"  # of the layers' names
 MAX_NEW_TOKENS = 8  # of a request, on average, in a pass that reads no prompt
@@ -53,19 +50,8 @@ class SeparateModel(DraftPasses):
             self._target_config, self._options, target, PREFIX
         )
         self.own_layers = self.layers
-        own = second_model.weight_bytes(self.model)
-        shared = 0
-        if self._options.model == SELF:
-            shared, own = own, 0
         self._vocab_size = min(self._vocab_size, self.config.model_config.get_vocab_size())
-        logger.info(
-            "vllm-ext: draft model %s: %d layers, %.1f MB of weights of its own (%.1f MB are the target's); its KV is "
-            "counted with the target's",
-            self._options.model,
-            len(self.layers),
-            own / 1e6,
-            shared / 1e6,
-        )
+        second_model.log_draft(self._options, self.model, self.layers)
 
     def bind(self, runner: Any) -> None:
         """See `DraftPasses`."""

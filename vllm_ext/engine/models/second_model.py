@@ -3,14 +3,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
 from vllm.config import ModelConfig, set_current_vllm_config
 from vllm.config.utils import replace
+from vllm.logger import init_logger
 
 from vllm_ext.data import model_files
 from vllm_ext.proposers.draft_model import SELF
+
+logger = init_logger("vllm.vllm_ext")
 
 SPECULATION = "speculative_config"
 
@@ -51,6 +55,27 @@ def load(vllm_config: Any, options: Chosen, target: Any, prefix: str) -> tuple[A
         else:
             model = get_model(vllm_config=config, prefix=prefix)
     return config, model, [name for name in context if name not in before]
+
+
+def log_draft(options: Chosen, model: Any, layers: Sequence[str]) -> None:
+    """Say at start-up what a draft model holds.
+
+    Args:
+        options: which model.
+        model: it.
+        layers: names of its attention layers.
+    """
+    own, shared = weight_bytes(model), 0
+    if options.model == SELF:
+        shared, own = own, 0
+    logger.info(
+        "vllm-ext: draft model %s: %d layers, %.1f MB of weights of its own (%.1f MB are the target's); its KV is "
+        "counted with the target's",
+        options.model,
+        len(layers),
+        own / 1e6,
+        shared / 1e6,
+    )
 
 
 def weight_bytes(model: Any) -> int:

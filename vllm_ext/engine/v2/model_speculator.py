@@ -14,7 +14,6 @@ import numpy as np
 import torch
 from vllm.v1.worker.gpu.buffer_utils import UvaBackedTensor
 
-from vllm_ext.config.speculative import Settings
 from vllm_ext.engine.draft_model.device_passes import DevicePasses, Likeliest, Texts
 from vllm_ext.engine.draft_model.device_separate import SeparateOnDevice
 from vllm_ext.engine.draft_model.device_slice import SliceOnDevice
@@ -38,10 +37,11 @@ class ModelSpeculator(TreeSpeculator):
     def __init__(self, vllm_config: Any, device: torch.device, req_states: Any) -> None:
         super().__init__(vllm_config, device, req_states)
         options: Any = self.settings.options
-        self.passes = _passes(vllm_config, self.settings, req_states)
-        proposer = self.settings.proposer_class.from_options(options, self.passes.vocab_size)
+        vocab_size = vllm_config.model_config.get_vocab_size()
+        proposer = self.settings.proposer_class.from_options(options, vocab_size)
         assert isinstance(proposer, DraftModelProposer)
         self._proposer = proposer
+        self.passes = _passes(vllm_config, proposer, req_states)
         self.max_depth = min(options.max_depth, self.num_nodes)
         self.trees = SlotTrees.of_size(self.max_num_reqs, self.num_nodes, device)
         new, levels = proposer, range(1, self.num_nodes + 1)
@@ -201,13 +201,12 @@ class ModelSpeculator(TreeSpeculator):
         return torch.where(child_of >= 0, tokens, last[:, None]).to(torch.int64)
 
 
-def _passes(vllm_config: Any, settings: Settings, req_states: Any) -> DevicePasses:
+def _passes(vllm_config: Any, proposer: DraftModelProposer, req_states: Any) -> DevicePasses:
     """Of a method's model."""
-    options: Any = settings.options
+    options = proposer.options
     if isinstance(options, DraftModelOptions):
         return SeparateOnDevice(vllm_config, options, req_states, BACKEND)
     num_layers = vllm_config.model_config.get_total_num_hidden_layers()
-    proposer = settings.proposer_class.from_options(options, vllm_config.model_config.get_vocab_size())
     if isinstance(proposer, UnifiedSkip):
         kept, head = balanced(num_layers, options.speedup), None
         return SliceOnDevice(vllm_config, kept, head, req_states, BACKEND)

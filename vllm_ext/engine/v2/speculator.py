@@ -307,7 +307,7 @@ class TreeSpeculator(BaseSpeculator):  # type: ignore[misc]  # vLLM is untyped t
         """vLLM has bound the caches, for a while or for good.
 
         Raises:
-            ValueError: what drafts cannot use them.
+            ValueError: a model that drafts cannot use them.
         """
 
     @property

@@ -18,7 +18,7 @@ class Passes(DevicePasses):
     """Keeps what a forward pass is given."""
 
     what_next = ""
-    load = read = _run = _logits = None  # type: ignore[assignment]
+    load = read_last = _run = _logits = None  # type: ignore[assignment]
 
     def _forward(self, tokens: Any, positions: Any, kv_slots: Any, metadata: Any) -> Any:
         self.given = tokens, positions, kv_slots, metadata
@@ -34,13 +34,15 @@ class Tables:
 
     num_kv_cache_groups, block_sizes = 1, (BLOCK,)
     input_block_tables = (torch.tensor([[1, 2, 3, 4], [5, 6, 0, 0], [7, 0, 0, 0]], dtype=torch.int32),)
-    num_blocks = SimpleNamespace(gpu=torch.tensor([[4, 2, 1]], dtype=torch.int32))
 
     def compute_slot_mappings(
         self, slots: torch.Tensor, start: torch.Tensor, places: torch.Tensor, number: int, out: torch.Tensor
     ) -> None:
         whose = torch.repeat_interleave(slots, start.diff().long())
         out[0] = self.input_block_tables[0][whose, places // BLOCK].long() * BLOCK + places % BLOCK
+
+
+BLOCKS = torch.tensor([4, 2, 1], dtype=torch.int32)  # of each
 
 
 def passes(limit: int = 99) -> Passes:
@@ -56,7 +58,7 @@ def passes(limit: int = 99) -> Passes:
 
 def test_nodes_behind_the_end_have_no_slot_and_blocks_that_can_be_looked_up() -> None:
     """Found: block tables read past their end, by a request that has all the room."""
-    texts = Texts(torch.arange(3), torch.tensor([62, 31, 3], dtype=torch.int32), 3)
+    texts = Texts(torch.arange(3), torch.tensor([62, 31, 3], dtype=torch.int32), BLOCKS)
     widths = [9, 9]
     room = passes().room(texts, widths)
     assert room.blocks.shape[1] * BLOCK >= MOST + sum(widths)
@@ -69,7 +71,7 @@ def test_nodes_behind_the_end_have_no_slot_and_blocks_that_can_be_looked_up() ->
 
 def test_each_node_goes_where_its_request_is() -> None:
     """Found: a column of one node a request, handed to kernels as a view with gaps."""
-    texts = Texts(torch.arange(3), torch.tensor([20, 18, 3], dtype=torch.int32), 3)
+    texts = Texts(torch.arange(3), torch.tensor([20, 18, 3], dtype=torch.int32), BLOCKS)
     made = passes()
     room = made.room(texts, [1, 2])
     tokens, parents = (
@@ -96,7 +98,7 @@ def test_each_node_goes_where_its_request_is() -> None:
 
 def test_a_pass_has_as_many_rows_as_a_step_may_have() -> None:
     """Found: more than the model is compiled for."""
-    texts = Texts(torch.arange(3), torch.tensor([20, 18, 3], dtype=torch.int32), 3)
+    texts = Texts(torch.arange(3), torch.tensor([20, 18, 3], dtype=torch.int32), BLOCKS)
     tokens, parents = torch.ones((3, 4), dtype=torch.int32), torch.full((3, 4), -1, dtype=torch.int32)
     whole, some = passes(), passes(9)
     found = [made.nodes(texts, made.room(texts, [4]), tokens, parents, 0) for made in (whole, some)]

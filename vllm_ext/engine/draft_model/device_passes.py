@@ -43,11 +43,16 @@ class Texts(NamedTuple):
 
     slots: torch.Tensor  # int64 [requests]
     lengths: torch.Tensor  # int32 [requests] tokens of each
-    number: int  # requests
+    blocks: torch.Tensor  # int [requests] of its KV, in the group of the layers that draft
+
+    @property
+    def number(self) -> int:
+        """Of requests."""
+        return len(self.slots)
 
     def of(self, some: slice) -> Texts:
         """Those of some requests."""
-        return Texts(self.slots[some], self.lengths[some], len(range(self.number)[some]))
+        return Texts(*(part[some] for part in self))
 
 
 class Room(NamedTuple):
@@ -103,18 +108,39 @@ class DevicePasses(ABC):
         groups = (group.layer_names for group in runner.kv_cache_config.kv_cache_groups)
         self._group_id = tree_layers.only_group(self.layers, groups, self._what, self.what_next)
 
+    def blocks(self, slots: Any) -> Any:
+        """int32 ``[requests]`` on the host: `Texts.blocks` of these slots, as vLLM has them in this step."""
+        return self._runner.block_tables.num_blocks.np[self._group_id, slots]
+
+    def is_short(self, input_batch: Any, most_new: int, behind: Any) -> bool:
+        """Whether `read_last` is enough; arguments as of `read`."""
+        return True
+
     @abstractmethod
-    def read(self, input_batch: Any, most_new: int, behind: Sequence[int]) -> tuple[Texts, Likeliest]:
+    def read_last(self, texts: Texts, most_new: int) -> Likeliest:
+        """Read each text's last tokens, where nothing before them is new: the same shapes for as many requests.
+
+        Args:
+            texts: as they are now.
+            most_new: tokens that a request may have put out.
+
+        Returns:
+            The distribution after each one's last token.
+        """
+
+    def read(self, input_batch: Any, texts: Texts, most_new: int, behind: Any) -> Likeliest:
         """Read what the step has committed, as far as it was not.
 
         Args:
             input_batch: vLLM's, of the step.
+            texts: as they are now.
             most_new: tokens that a request may have put out.
-            behind: by request, tokens more that were not read yet, at most.
+            behind: int ``[requests]`` on the host: tokens more that were not read yet, at most.
 
         Returns:
-            The texts as they are now, and the distribution after each one's last token.
+            The distribution after each one's last token, or after what is there of an incomplete prompt.
         """
+        return self.read_last(texts, most_new)
 
     def room(self, texts: Texts, widths: Sequence[int]) -> Room:
         """Where the nodes of a step lie, which all of its passes read.
@@ -126,7 +152,7 @@ class DevicePasses(ABC):
         place, depth, whose = self._places(texts.number, tuple(widths))
         at = texts.lengths[:, None] + place
         starts = torch.arange(texts.number + 1, device=at.device) * place.shape[1]
-        slots = self._kv_slots(texts.slots, starts.to(torch.int32), at.flatten().long(), whose, None)
+        slots = self._kv_slots(texts, starts.to(torch.int32), at.flatten().long(), whose, None)
         tables = self._runner.block_tables
         # Nodes may lie behind the longest text there is: kernels look up blocks for all of them.
         more = 1 + place.shape[1] // tables.block_sizes[self._group_id]
@@ -144,7 +170,7 @@ class DevicePasses(ABC):
                 (depths[None], torch.int32),
                 (whose, torch.int64),
             )
-            self._constants[key] = tuple(self._to_device(part, dtype) for part, dtype in parts)
+            self._constants[key] = tuple(self.to_device(part, dtype) for part, dtype in parts)
         return self._constants[key]
 
     def nodes(
@@ -160,16 +186,24 @@ class DevicePasses(ABC):
                 of those that have none but the last token.
             past: nodes of a request that were read before.
         """
+        return self._likeliest(self._below(texts, room, tokens, parents, past))
+
+    def _below(
+        self, texts: Texts, room: Room, tokens: torch.Tensor, parents: torch.Tensor, past: int
+    ) -> torch.Tensor:
+        """``[requests * width, hidden]`` of `nodes`."""
         number, width = tokens.shape
         if number > (most := max(1, self._limit // width)):
             lots = [slice(begin, begin + most) for begin in range(0, number, most)]
-            found = [self.nodes(texts.of(lot), room.of(lot), tokens[lot], parents[lot], past) for lot in lots]
-            return Likeliest(*(torch.cat(part) for part in zip(*found, strict=True)))
+            found = [
+                self._below(texts.of(lot), room.of(lot), tokens[lot], parents[lot], past) for lot in lots
+            ]
+            return torch.cat(found)
         key = number, width, past
         if key not in self._constants:
             rows = [range(0, number * width, width), [past + width] * number, [past] * number]
             rows.append(range(0, (number + 1) * (past + width), past + width))
-            self._constants[key] = tuple(self._to_device(np.array(row), torch.int32) for row in rows)
+            self._constants[key] = tuple(self.to_device(np.array(row), torch.int32) for row in rows)
         first_row, num_rows, num_past, row_start = self._constants[key]
         trees = TreeRows(
             block_table=room.blocks,
@@ -187,13 +221,12 @@ class DevicePasses(ABC):
             # Of one column, `flatten` gives a view, which kernels would take for an array without gaps.
             return values[:, past : past + width].contiguous().flatten()
 
-        hidden = self._forward(
+        return self._forward(
             tokens.flatten(),
             here(room.positions),
             here(room.slots),
             dict.fromkeys(self.layers, metadata),
         )
-        return self._likeliest(hidden)
 
     def dummy(self, num_tokens: int) -> None:
         """A pass of so many rows, without attention, as vLLM's own dummy runs: what memory it takes is measured."""
@@ -203,7 +236,7 @@ class DevicePasses(ABC):
 
     def _kv_slots(
         self,
-        slots: torch.Tensor,
+        texts: Texts,
         query_start: torch.Tensor,
         place: torch.Tensor,
         whose: torch.Tensor,
@@ -215,9 +248,9 @@ class DevicePasses(ABC):
         tables = self._runner.block_tables
         inside = place.clamp(max=self._max_model_len - 1)
         found = torch.empty((tables.num_kv_cache_groups, len(place)), dtype=torch.int64, device=place.device)
-        tables.compute_slot_mappings(slots, query_start, inside, len(place), out=found)
-        blocks = tables.num_blocks.gpu[self._group_id][slots][whose]
-        good = (place < self._max_model_len) & (place < blocks * tables.block_sizes[self._group_id])
+        tables.compute_slot_mappings(texts.slots, query_start, inside, len(place), out=found)
+        room = texts.blocks[whose] * tables.block_sizes[self._group_id]
+        good = (place < self._max_model_len) & (place < room)
         if there is not None:
             good &= there
         result: torch.Tensor = torch.where(good, found[self._group_id], NO_SLOT)
@@ -270,6 +303,6 @@ class DevicePasses(ABC):
             torch.nn.functional.pad(log_q, (0, missing), value=-torch.inf),
         )
 
-    def _to_device(self, numbers: Any, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+    def to_device(self, numbers: Any, dtype: torch.dtype = torch.int64) -> torch.Tensor:
         moved: torch.Tensor = async_tensor_h2d(numbers, device=self._device, dtype=dtype)
         return moved

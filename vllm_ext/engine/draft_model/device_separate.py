@@ -62,29 +62,46 @@ class SeparateOnDevice(DevicePasses):
             runner.kv_cache_config, self._target_config, self._device, active_layer_names=set(self.layers)
         )[0]
 
-    def read(self, input_batch: Any, most_new: int, behind: Sequence[int]) -> tuple[Texts, Likeliest]:
-        """See `DevicePasses`: prompts too."""
+    def is_short(self, input_batch: Any, most_new: int, behind: Any) -> bool:
+        """See `DevicePasses`: no prompt, and nothing that was left unread."""
+        return not input_batch.has_prefill and not behind.any()  # numpy
+
+    def read_last(self, texts: Texts, most_new: int) -> Likeliest:
+        """See `DevicePasses`: as the nodes of a chain."""
+        number = texts.number
+        begin = texts._replace(lengths=(texts.lengths - most_new).clamp(min=0))
+        place, _, _ = self._places(number, (1,) * most_new)
+        # Of a shorter text the last token is read again behind its end, where the tree's nodes will lie.
+        at = torch.minimum(begin.lengths[:, None] + place, texts.lengths[:, None] - 1)
+        tokens = self._states.all_token_ids.gpu[texts.slots[:, None], at.long()].to(torch.int32)
+        parents = (place - 1).expand(number, -1).contiguous()
+        hidden = self._below(begin, self.room(begin, [1] * most_new), tokens, parents, 0)
+        last = (texts.lengths - 1 - begin.lengths).long()[:, None, None]
+        rows = hidden.view(number, most_new, -1)
+        return self._likeliest(rows.gather(1, last.expand(-1, 1, rows.shape[2]))[:, 0])
+
+    def read(self, input_batch: Any, texts: Texts, most_new: int, behind: Any) -> Likeliest:
+        """See `DevicePasses`: prompts too, by the chunks of vLLM's step."""
         scheduled = np.asarray(input_batch.num_scheduled_tokens)
         done = np.asarray(input_batch.num_computed_tokens_np) + scheduled
         complete = done >= input_batch.prefill_len_np
         number = input_batch.num_reqs
-        lengths = np.where(
-            input_batch.is_prefilling_np, scheduled + complete, np.minimum(scheduled, most_new)
-        ) + np.asarray(behind)
+        lengths = (
+            np.where(input_batch.is_prefilling_np, scheduled + complete, np.minimum(scheduled, most_new))
+            + behind
+        )
         starts = np.zeros(number + 1, np.int64)
         np.cumsum(lengths, out=starts[1:])
         owner = np.repeat(np.arange(number), lengths)
         offset = np.arange(starts[-1]) - starts[owner]
-        known = self._to_device(np.concatenate([lengths, done, complete, owner, offset, starts]))
-        sizes = [number, number, number, len(owner), len(owner), number + 1]
-        length, prompt_end, speaks, whose, place, query_start = torch.split(known, sizes)
-        slots = input_batch.idx_mapping
-        end = torch.where(speaks != 0, self._states.total_len.gpu[slots].to(torch.int64), prompt_end)
+        known = self.to_device(np.concatenate([lengths, owner, offset, starts]))
+        length, whose, place, query_start = torch.split(known, [number, len(owner), len(owner), number + 1])
+        end = texts.lengths.to(torch.int64)
         first = (end - length).clamp(min=0)
         position = first[whose] + place
         there = position < end[whose]
-        token = self._states.all_token_ids.gpu[slots[whose], torch.minimum(position, end[whose] - 1)]
-        slot_mapping = self._kv_slots(slots, query_start.to(torch.int32), position, whose, there)
+        token = self._states.all_token_ids.gpu[texts.slots[whose], torch.minimum(position, end[whose] - 1)]
+        slot_mapping = self._kv_slots(texts, query_start.to(torch.int32), position, whose, there)
         longest = np.minimum(np.maximum(done + 1, lengths), self._max_model_len)
         parts = [(request, 0, rows) for request, rows in enumerate(lengths.tolist())]
         hidden = [
@@ -94,7 +111,7 @@ class SeparateOnDevice(DevicePasses):
             for lot in packed(parts, self._limit)
         ]
         rows = query_start[:-1] + (end - 1 - first)
-        return Texts(slots, end.to(torch.int32), number), self._likeliest(torch.cat(hidden)[rows])
+        return self._likeliest(torch.cat(hidden)[rows])
 
     def _read_some(
         self,
@@ -126,16 +143,16 @@ class SeparateOnDevice(DevicePasses):
         tables = [table[: len(first)] for table in self._runner.block_tables.input_block_tables]
         seq_lens = first
         if len(lot) < len(first):
-            picked = self._to_device(requests)
+            picked = self.to_device(requests)
             tables, seq_lens = [table[picked] for table in tables], first[picked]
         metadata = build_attn_metadata(
             attn_groups=self._attn_groups,
             num_reqs=len(lot),
             num_tokens=int(query_start[-1]),
-            query_start_loc_gpu=self._to_device(query_start, torch.int32),
+            query_start_loc_gpu=self.to_device(query_start, torch.int32),
             query_start_loc_cpu=torch.from_numpy(query_start),
             max_query_len=int((ends - starts).max()),
-            seq_lens=(seq_lens + self._to_device(ends)).to(torch.int32),
+            seq_lens=(seq_lens + self.to_device(ends)).to(torch.int32),
             max_seq_len=self._max_model_len,
             block_tables=tables,
             slot_mappings=slot_mapping[here].expand(len(self._attn_groups), -1),

@@ -47,15 +47,11 @@ class SliceOnDevice(DevicePasses):
         self.layers = [name for index in self._kept for name in attention_names(target.model.layers[index])]
         self._slice = LayerSlice(self._target_config, target, self._kept, hand_out=False)
 
-    def read(self, input_batch: Any, most_new: int, behind: Sequence[int]) -> tuple[Texts, Likeliest]:
-        """See `DevicePasses`: the last token of each request, or any other of one whose prompt is incomplete."""
-        slots = input_batch.idx_mapping
-        before = self._states.total_len.gpu[slots].to(torch.int32) - 1
-        texts = Texts(slots, before, input_batch.num_reqs)
-        roots = self._states.all_token_ids.gpu[slots, before.long()][:, None].to(torch.int32)
-        parents = torch.full_like(roots, -1)
-        found = super().nodes(texts, super().room(texts, [1]), roots, parents, 0)
-        return texts._replace(lengths=before + 1), found
+    def read_last(self, texts: Texts, most_new: int) -> Likeliest:
+        """See `DevicePasses`: the last token alone, or any other of a text whose prompt is incomplete."""
+        before = texts._replace(lengths=texts.lengths - 1)
+        roots = self._states.all_token_ids.gpu[texts.slots, before.lengths.long()][:, None].to(torch.int32)
+        return super().nodes(before, super().room(before, [1]), roots, torch.full_like(roots, -1), 0)
 
     def room(self, texts: Texts, widths: Sequence[int]) -> Room:
         """See `DevicePasses`."""

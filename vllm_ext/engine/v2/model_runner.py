@@ -35,7 +35,6 @@ from vllm_ext.engine.v2.rejection_sampler import LearningSampler, TreeVerifier
 from vllm_ext.engine.v2.speculator import TreeSpeculator
 from vllm_ext.engine.v2.user_processors import AskedProcessor
 from vllm_ext.proposers.draft_model import PassOptions
-from vllm_ext.proposers.level_budget import levels_of
 
 logger = init_logger("vllm.vllm_ext")
 
@@ -96,7 +95,7 @@ class SpeculativeRunner:
         layers = tree_layers.layers_of(self)
         if layers and self.device.type == "cuda":  # the interpreter compiles nothing
             tree_backend.warm_up(layers[0])
-            type(layers[0].impl).choose(layers, [1 + level for level in self._levels if level])
+            type(layers[0].impl).choose(layers, [1 + level for level in self.speculator.levels if level])
         self.kv_movers = tuple(
             (group_id, _path_mover(owners))
             for group_id, owners in tree_layers.cache_owners(self, self.speculator.own_layers)
@@ -106,13 +105,6 @@ class SpeculativeRunner:
     def v1_processors(self) -> list[V1Processors]:
         """The user's logits processors of V1's interface: one object, or none."""
         return [each for each in self.sampler.logits_processors if isinstance(each, V1Processors)]
-
-    @property
-    def _levels(self) -> list[int]:
-        """Nodes of one tree that steps will have."""
-        options = self.speculator.settings.options
-        nodes: int = options.num_speculative_tokens
-        return levels_of(nodes) if options.budget != "fixed" else [nodes]
 
     def _may_vary(self) -> bool:
         """Whether vLLM is to capture graphs for steps of any query lengths, and none for those of one."""

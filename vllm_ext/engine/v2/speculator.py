@@ -33,6 +33,7 @@ from vllm_ext.kernels.device_trees import EMPTY, RowLayout, SlotTrees, lay_out
 from vllm_ext.kernels.drawn_rows import DrawnTrees
 from vllm_ext.kernels.recycling import WalkedRows
 from vllm_ext.kernels.top_k import top_k_ids
+from vllm_ext.proposers.level_budget import levels_of
 from vllm_ext.proposers.tree import Float32
 
 logger = init_logger("vllm.vllm_ext")
@@ -119,12 +120,17 @@ class TreeSpeculator(BaseSpeculator):  # type: ignore[misc]  # vLLM is untyped t
         return self.may_vary()
 
     @property
+    def levels(self) -> list[int]:
+        """Nodes of one tree that steps will have."""
+        return levels_of(self.num_nodes) if self.settings.options.budget != "fixed" else [self.num_nodes]
+
+    @property
     @abstractmethod
     def memory(self) -> tuple[int, str]:
         """Bytes that drafting holds, and of which memory: ``host`` or ``device``."""
 
     def init_cudagraph_manager(self, cudagraph_mode: Any) -> None:
-        """Nothing of ours is captured."""
+        """Nothing of ours is captured, unless a model drafts."""
 
     def capture(self) -> None:
         """See above."""

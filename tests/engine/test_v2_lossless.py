@@ -7,6 +7,7 @@ were seen to find are named where they are.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -57,12 +58,23 @@ def test_mixed_requests_in_one_batch(
         assert all(abs(a[t].logprob - b[t].logprob) < 1e-3 and a[t].rank == b[t].rank for t in a)
     new = {name: total - before[name] for name, total in counters(v2_either).items()}
     assert new["spec_accepted_tokens"] >= accepted_at_least(21)
-    if accepted_at_least(0) == 0:
+    if accepted_at_least(2) == 2:  # of the methods whose tests these are
         assert any(rows[1:3] == [0, 0] for rows in parents)  # that branch
     assert new["spec_emitted_tokens"] == new["spec_steps"] + new["spec_accepted_tokens"]
     assert new["spec_accepted_tokens"] <= new["spec_draft_tokens"] <= 6 * new["spec_steps"]
     assert new["fallbacks:structured_output_chain"] == new["fallbacks:no_grammar"] == 0
     assert new["fallbacks:model_chain"] == new["fallbacks:proposer_error"] == 0
+
+
+def test_texts_of_digits(v2_plain: Any, v2_either: Any) -> None:
+    """Whatever the method: so little may come that some of it is drafted, copied from a prompt or a corpus too."""
+    digits = v2_plain.get_tokenizer().encode("123", add_special_tokens=False)
+    texts = [random.Random(seed).choices(digits, k=40) for seed in range(4)]
+    kinds = [sampling(temperature=t, seed=6, allowed_token_ids=digits) for t in (0, 0.5, 1, 2)]
+    before = counters(v2_either)["spec_accepted_tokens"]
+    expected = tokens(generate(v2_plain, texts, kinds))
+    assert_same_outputs(expected, tokens(generate(v2_either, texts, kinds)))
+    assert counters(v2_either)["spec_accepted_tokens"] > before + 5
 
 
 @pytest.mark.quick

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -92,7 +93,12 @@ def test_preempted_requests_go_on(
     assert preemptions(llm) > 0
 
 
-def test_fewer_nodes_than_there_are(v2_plain: Any, v2_either: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fewer_nodes_than_there_are(
+    v2_plain: Any,
+    v2_either: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    accepted_at_least: Callable[[int], int],
+) -> None:
     """What vLLM does with a schedule by batch size: the scheduler asks for other numbers, down to none."""
     core = v2_either.llm_engine.engine_core.engine_core
     texts = prompts(4, seed=10)
@@ -103,7 +109,8 @@ def test_fewer_nodes_than_there_are(v2_plain: Any, v2_either: Any, monkeypatch: 
     assert_same_outputs(expected, tokens(generate(v2_either, texts, kinds)))
     monkeypatch.setattr(core.scheduler, "dynamic_sd_lookup", [0, 6, 4, 3, 2])
     assert_same_outputs(expected, tokens(generate(v2_either, texts, kinds)))
-    assert counters(v2_either)["spec_accepted_tokens"] > before["spec_accepted_tokens"]
+    least = before["spec_accepted_tokens"] + accepted_at_least(1)
+    assert counters(v2_either)["spec_accepted_tokens"] >= least
 
 
 @pytest.mark.parametrize(

@@ -355,11 +355,16 @@ V2_HOOKS = (
         ("self", "num_reqs", "num_tokens", "uniform_token_count", "num_active_loras", "max_query_len"),
         "chooses the captured graph of a step",
     ),
-    Hook(
-        f"{_GPU}.cudagraph_utils",
-        "CudaGraphManager.capture",
-        ("self", "create_forward_fn"),
-        "captures what reads our buffers",
+    *(
+        Hook(f"{_GPU}.cudagraph_utils", name, parameters, "captures what reads our buffers, and drafts")
+        for name, parameters in (
+            ("CudaGraphManager", ("vllm_config", "device", "cudagraph_mode", "decode_query_len")),
+            ("CudaGraphManager._init_candidates", ("self",)),
+            ("CudaGraphManager.capture", ("self", "create_forward_fn", "progress_bar_desc")),
+            ("CudaGraphManager.run_fullgraph", ("self", "desc")),
+            ("BatchExecutionDescriptor", ("cg_mode", "num_tokens", "num_reqs")),
+            ("profile_cudagraph_memory", ("runner",)),  # drops the managers that it finds on a speculator
+        )
     ),
     Hook(
         f"{_GPU}.cudagraph_utils",

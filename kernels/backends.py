@@ -39,6 +39,11 @@ def choose(backend: Backend, tensor: torch.Tensor) -> Backend:
     return backend
 
 
+def as_arrays(tensors: Any) -> Any:
+    """A named tuple of CPU tensors as one of NumPy's views of them, for numba."""
+    return tensors._make(tensor.numpy() for tensor in tensors)
+
+
 def compile_cached(compiler: Callable[..., Any], *arguments: Any, **options: Any) -> Callable[[Any], Any]:
     """numba's ``njit`` or ``cfunc`` as a decorator whose code is kept on disk where that can be done.
 

@@ -8,7 +8,7 @@ is -1, so they see the context and themselves, nobody is their child, and no wal
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -115,12 +115,16 @@ def lay_out(
         seq_lens: int32 ``[requests]`` tokens of each, its query's rows included.
         positions: int64 ``[query rows]``, changed for the verified rows: the root's plus the depth.
         layout: written to; behind ``requests`` there are 0 rows.
-        backend: "auto" is triton on CUDA, else torch.
+        backend: "auto" is triton on CUDA, numba on the CPU, else torch.
     """
-    if _form(backend, positions) == "triton":
-        from vllm_ext.kernels.device_trees_triton import lay_out_triton as form
-    else:
-        from vllm_ext.kernels.device_trees_ref import lay_out_ref as form
+    form: Any
+    match choose(backend, positions):
+        case "numba":
+            from vllm_ext.kernels.device_trees_numba import lay_out_numba as form
+        case "triton":
+            from vllm_ext.kernels.device_trees_triton import lay_out_triton as form
+        case _:
+            from vllm_ext.kernels.device_trees_ref import lay_out_ref as form
     form(trees, slots, query_start, row_start, seq_lens, positions, layout)
 
 
@@ -152,18 +156,16 @@ def walk(
         seq_lens: int32 ``[requests]``: of a request with fewer tokens than ``prefill_len`` nothing is put out.
         walked: written to.
         totals: int64 ``[4]``, added to: nodes, of them accepted, tokens put out, requests that put out any.
-        backend: "auto" is triton on CUDA, else torch.
+        backend: "auto" is triton on CUDA, numba on the CPU, else torch.
     """
-    if _form(backend, sampled) == "triton":
-        from vllm_ext.kernels.device_trees_triton import walk_triton as form
-    else:
-        from vllm_ext.kernels.device_trees_ref import walk_ref as form
+    form: Any
+    match choose(backend, sampled):
+        case "numba":
+            from vllm_ext.kernels.device_trees_numba import walk_numba as form
+        case "triton":
+            from vllm_ext.kernels.device_trees_triton import walk_triton as form
+        case _:
+            from vllm_ext.kernels.device_trees_ref import walk_ref as form
     form(
         row_start, slots, tokens, positions, parents, sampled, invalid, prefill_len, seq_lens, walked, totals
     )
-
-
-def _form(backend: Backend, tensor: torch.Tensor) -> Backend:
-    """Whose form runs; there is none of numba's."""
-    chosen = choose(backend, tensor)
-    return "torch" if chosen == "numba" else chosen

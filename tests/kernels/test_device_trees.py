@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trees on the device: the triton form equals the readable one, integer for integer.
+"""Trees on the device: every form equals the readable one, integer for integer.
 
 Without a GPU the triton form runs through triton's interpreter, in a process of its own: see `test_top_k`.
 """
@@ -23,7 +23,7 @@ from vllm_ext.kernels.device_trees import RowLayout, SlotTrees, Walked, lay_out,
 from vllm_ext.samplers.tree_walk import greedy_walk
 
 IN_INTERPRETER = os.environ.get("DEVICE_TREES_TEST_BACKEND") == "triton"
-BACKEND: Backend = "triton" if IN_INTERPRETER or torch.cuda.is_available() else "torch"
+FORMS: list[Backend] = ["triton"] if IN_INTERPRETER or torch.cuda.is_available() else ["torch", "numba"]
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SLOTS = 7
 
@@ -47,7 +47,8 @@ def random_trees(nodes: int) -> SlotTrees:
     return trees
 
 
-def test_lay_out_equals_its_reference() -> None:
+@pytest.mark.parametrize("form", FORMS)
+def test_lay_out_equals_its_reference(form: Backend) -> None:
     torch.manual_seed(2)
     trees = random_trees(6)
     slots = torch.tensor([5, 3, 0, 5], device=DEVICE)
@@ -55,7 +56,7 @@ def test_lay_out_equals_its_reference() -> None:
     query_start, row_start = ints(0, 7, 10, 19, 20), ints(0, 7, 10, 14, 15)
     seq_lens = ints(107, 13, 59, 31)
     results = []
-    backends: list[Backend] = [BACKEND, "torch"]
+    backends: list[Backend] = [form, "torch"]
     for backend in backends:
         layout = RowLayout.of_size(6, 6 * 7, DEVICE)
         for part in layout:
@@ -92,9 +93,12 @@ def forests(draw: Any) -> tuple[list[list[int]], list[list[int]], list[list[int]
     return parents, tokens, sampled
 
 
-@given(forests())
+@pytest.mark.parametrize("form", FORMS)
+@given(forest=forests())
 @settings(max_examples=40, deadline=None)
-def test_walk_is_the_hosts(forest: tuple[list[list[int]], list[list[int]], list[list[int]]]) -> None:
+def test_walk_is_the_hosts(
+    form: Backend, forest: tuple[list[list[int]], list[list[int]], list[list[int]]]
+) -> None:
     parents, tokens, sampled = (np.concatenate([np.array(part) for part in parts]) for parts in forest)
     row_start = np.cumsum([0, *map(len, forest[0])]).astype(np.int32)
     paths, emitted = greedy_walk(
@@ -115,7 +119,7 @@ def test_walk_is_the_hosts(forest: tuple[list[list[int]], list[list[int]], list[
         ints(*[6] * requests),
         walked,
         totals,
-        BACKEND,
+        form,
     )
     for request, (rows, expected) in enumerate(zip(paths, emitted, strict=True)):
         assert walked.num_emitted[request] == len(expected)
@@ -128,14 +132,15 @@ def test_walk_is_the_hosts(forest: tuple[list[list[int]], list[list[int]], list[
     assert totals.tolist() == [int((parents >= 0).sum()), accepted, accepted + requests, requests]
 
 
-def test_walk_stays_where_it_may_not_go() -> None:
+@pytest.mark.parametrize("form", FORMS)
+def test_walk_stays_where_it_may_not_go(form: Backend) -> None:
     """A chain of three in each request: its second node is invalid; its rows are padding; its prompt is incomplete."""
     tokens, parents = ints(*[1, 2, 3, 4] * 4), ints(*[-1, 0, 1, 2] * 4)
     sampled = torch.tensor([2, 3, 4, 5] * 4, device=DEVICE)
     invalid = torch.zeros(16, dtype=torch.bool, device=DEVICE)
     invalid[2] = True
     results = []
-    backends: list[Backend] = [BACKEND, "torch"]
+    backends: list[Backend] = [form, "torch"]
     for backend in backends:
         walked = Walked.of_size(4, 16, 5, DEVICE)
         totals = torch.ones(4, dtype=torch.int64, device=DEVICE)

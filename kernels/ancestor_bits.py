@@ -35,7 +35,7 @@ def ancestor_bits(
             -1 where there is none. Contiguous.
         row_start: int32 ``[num_requests + 1]``: where each request's rows begin, MAX_ROWS of them at most.
         out: int32 ``[num_rows, WORDS]``, contiguous, written to; None: a new one. Rows of no request stay as they are.
-        backend: "auto" is triton on CUDA, else torch.
+        backend: "auto" is triton on CUDA, numba on the CPU, else torch.
 
     Returns:
         ``out``.
@@ -56,9 +56,12 @@ def ancestor_bits(
             f"out: {out.dtype} {tuple(out.shape)} must be contiguous int32 [{len(parents)}, {WORDS}]; leave it out"
         )
     form: Any
-    if backends.choose(backend, parents) == "triton":
-        from vllm_ext.kernels.ancestor_bits_triton import ancestor_bits_triton as form
-    else:
-        from vllm_ext.kernels.ancestor_bits_ref import ancestor_bits_ref as form
+    match backends.choose(backend, parents):
+        case "numba":
+            from vllm_ext.kernels.ancestor_bits_numba import ancestor_bits_numba as form
+        case "triton":
+            from vllm_ext.kernels.ancestor_bits_triton import ancestor_bits_triton as form
+        case _:
+            from vllm_ext.kernels.ancestor_bits_ref import ancestor_bits_ref as form
     form(parents, row_start, out)
     return out

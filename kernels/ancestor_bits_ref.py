@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`ancestor_bits` as it is defined, row by row: the readable form the other is tested against."""
+"""`ancestor_bits` as it is defined, row by row: the readable form the others are tested against."""
 
 import itertools
 

@@ -50,6 +50,7 @@ IN_INTERPRETER = os.environ.get("TREE_DEVICE_TEST_BACKEND") == "triton"
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 device_only = pytest.mark.skipif(not IN_INTERPRETER and DEVICE == "cpu", reason="run by the last test")
 FORMS: list[Backend] = ["torch", "triton"] if IN_INTERPRETER or DEVICE == "cuda" else ["torch"]
+BITS_FORMS: list[Backend] = [*FORMS, "numba"] if DEVICE == "cpu" else FORMS
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION"),
@@ -214,7 +215,7 @@ def test_any_trees_and_shares(data: st.DataObject) -> None:
 FOREST = [-1, -1, 0, 1, 1, -1, 4, 2, 3, 0, 7, 5]
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", BITS_FORMS)
 def test_bits_of_ancestors(form: Backend) -> None:
     trees = [
         [-1],

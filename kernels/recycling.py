@@ -12,7 +12,7 @@ back, and then by their length: ``H = (H ^ token) * BASE`` modulo 2**64, from ``
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -153,12 +153,16 @@ def mark(
         longest: tokens of the longest context, 1 to MAX_CONTEXT; 1: neither pairs nor text.
         call: larger than in all calls before, of `record_prompts` too; at least FIRST_CALL.
         marks: written to.
-        backend: "auto" is triton on CUDA, else torch.
+        backend: "auto" is triton on CUDA, numba on the CPU, else torch.
     """
-    if _form(backend, text) == "triton":
-        from vllm_ext.kernels.recycling_triton import mark_triton as form
-    else:
-        from vllm_ext.kernels.recycling_ref import mark_ref as form
+    form: Any
+    match choose(backend, text):
+        case "numba":
+            from vllm_ext.kernels.recycling_numba import mark_numba as form
+        case "triton":
+            from vllm_ext.kernels.recycling_triton import mark_triton as form
+        case _:
+            from vllm_ext.kernels.recycling_ref import mark_ref as form
     form(tables, calibration, verified, layout, text, prefill_len, teaches, longest, call, marks)
 
 
@@ -183,12 +187,16 @@ def learn(
         tokens: int32 ``[rows]`` each row's input token.
         shares: float32 ``[bounds]``, ascending.
         marks: as `mark` left them.
-        backend: "auto" is triton on CUDA, else torch.
+        backend: "auto" is triton on CUDA, numba on the CPU, else torch.
     """
-    if _form(backend, logits) == "triton":
-        from vllm_ext.kernels.recycling_triton import learn_triton as form
-    else:
-        from vllm_ext.kernels.recycling_ref import learn_ref as form
+    form: Any
+    match choose(backend, logits):
+        case "numba":
+            from vllm_ext.kernels.recycling_numba import learn_numba as form
+        case "triton":
+            from vllm_ext.kernels.recycling_triton import learn_triton as form
+        case _:
+            from vllm_ext.kernels.recycling_ref import learn_ref as form
     form(tables, calibration, logits, tokens, shares, marks)
 
 
@@ -214,12 +222,16 @@ def record_prompts(
         most: no length is larger, as far as the host knows; below ``2**(PLACE_BITS - 3)``.
         longest: see `mark`.
         call: see `mark`; the next call's is larger by ``len(slots)`` at least.
-        backend: "auto" is triton on CUDA, else torch.
+        backend: "auto" is triton on CUDA, numba on the CPU, else torch.
     """
-    if _form(backend, text) == "triton":
-        from vllm_ext.kernels.recycling_triton import record_prompts_triton as form
-    else:
-        from vllm_ext.kernels.recycling_ref import record_prompts_ref as form
+    form: Any
+    match choose(backend, text):
+        case "numba":
+            from vllm_ext.kernels.recycling_numba import record_prompts_numba as form
+        case "triton":
+            from vllm_ext.kernels.recycling_triton import record_prompts_triton as form
+        case _:
+            from vllm_ext.kernels.recycling_ref import record_prompts_ref as form
     form(tables, text, slots, lengths, most, longest, call)
 
 
@@ -258,16 +270,14 @@ def grow(
         longest: see `mark`.
         trees: written to at ``slots``.
         tokens: int64 ``[requests, nodes]``, written to: of padding the root's.
-        backend: "auto" is triton on CUDA, else torch.
+        backend: "auto" is triton on CUDA, numba on the CPU, else torch.
     """
-    if _form(backend, tokens) == "triton":
-        from vllm_ext.kernels.recycling_grow_triton import grow_triton as form
-    else:
-        from vllm_ext.kernels.recycling_ref import grow_ref as form
+    form: Any
+    match choose(backend, tokens):
+        case "numba":
+            from vllm_ext.kernels.recycling_numba import grow_numba as form
+        case "triton":
+            from vllm_ext.kernels.recycling_grow_triton import grow_triton as form
+        case _:
+            from vllm_ext.kernels.recycling_ref import grow_ref as form
     form(tables, estimates, text, lengths, slots, chains, max_depths, template, longest, trees, tokens)
-
-
-def _form(backend: Backend, tensor: torch.Tensor) -> Backend:
-    """Whose form runs; there is none of numba's."""
-    chosen = choose(backend, tensor)
-    return "torch" if chosen == "numba" else chosen

@@ -110,6 +110,13 @@ def mark_ref(
                         tables.text_marks[place] = max(int(tables.text_marks[place]), own)
 
 
+def entry_classes(logits: torch.Tensor, top: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
+    """int64 ``[rows, width]`` of each of a row's largest logits: 1 + the number of shares below its part of them."""
+    weights = logits.gather(1, top).float()
+    weights = torch.exp(weights - weights[:, :1])
+    return 1 + ((weights / weights.sum(1, keepdim=True))[..., None] > shares).sum(-1)
+
+
 def learn_ref(
     tables: RecyclingTables,
     calibration: Calibration,
@@ -121,9 +128,7 @@ def learn_ref(
     """See `vllm_ext.kernels.recycling.learn`."""
     width = tables.successors.shape[1]
     top = top_k_ids(logits, width, "torch").to(torch.int64)
-    weights = logits.gather(1, top).float()
-    weights = torch.exp(weights - weights[:, :1])
-    classes = 1 + ((weights / weights.sum(1, keepdim=True))[..., None] > shares).sum(-1)
+    classes = entry_classes(logits, top, shares)
     for row, token in enumerate(tokens.tolist()):
         own = int(marks.rows[row])
         if own >= 0:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Token Recycling on the device: the triton form equals the readable one, and both the host's drafter.
+"""Token Recycling on the device: every form equals the readable one, and the host's drafter.
 
 Steps are played as an engine has them: prompts, trees that are verified, learnt from and grown again. Without a GPU the
 triton form runs through triton's interpreter, in a process of its own: see `test_top_k`.
@@ -36,7 +36,7 @@ from vllm_ext.proposers import token_recycling_template
 from vllm_ext.proposers.token_recycling import SHARES
 
 IN_INTERPRETER = os.environ.get("RECYCLING_TEST_BACKEND") == "triton"
-BACKEND: Backend = "triton" if IN_INTERPRETER or torch.cuda.is_available() else "torch"
+FORMS: list[Backend] = ["triton"] if IN_INTERPRETER or torch.cuda.is_available() else ["torch", "numba"]
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SLOTS, ROOM, DEPTHS = 5, 200, 4
 BASES = 2 * (len(SHARES) + 1) + 4
@@ -205,6 +205,7 @@ def played(devices: list[Device], steps: int, vocab: int, level: int | None = No
     return outputs
 
 
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(
     ("width", "nodes", "longest", "static"),
     [
@@ -215,21 +216,22 @@ def played(devices: list[Device], steps: int, vocab: int, level: int | None = No
         (8, 15, 4, True),
     ],
 )
-def test_the_forms_are_one(width: int, nodes: int, longest: int, static: bool) -> None:
+def test_the_forms_are_one(width: int, nodes: int, longest: int, static: bool, form: Backend) -> None:
     """Few places, so that contexts and pairs meet in them."""
     template = torch.from_numpy(token_recycling_template.positions(width)).to(DEVICE) if static else None
-    devices = [Device(backend, 12, width, nodes, longest, 16, 32, template) for backend in (BACKEND, "torch")]
+    devices = [Device(backend, 12, width, nodes, longest, 16, 32, template) for backend in (form, "torch")]
     outputs = played(devices, 14, 12)
     assert sum(len(emitted) > 1 for step in outputs for emitted in step) > 5  # drafts are accepted
     for (name, part), other in zip(devices[0].parts().items(), devices[1].parts().values(), strict=True):
         assert torch.equal(part, other), name
 
 
-def test_trees_and_tables_are_the_hosts() -> None:
+@pytest.mark.parametrize("form", FORMS)
+def test_trees_and_tables_are_the_hosts(form: Backend) -> None:
     """With room for all: the same rows, pairs and texts as `best_first_tree` records, and the same trees from them."""
     vocab, width, nodes, longest = 14, 4, 12, 4
     room = 1 << 22, 1 << 22  # no two contexts meet
-    device = Device(BACKEND, vocab, width, nodes, longest, *room)
+    device = Device(form, vocab, width, nodes, longest, *room)
     host = best_first_tree.SuccessorTables.empty(vocab, width, *room)
     told: dict[int, int] = {}
 
@@ -301,9 +303,10 @@ def test_trees_and_tables_are_the_hosts() -> None:
     assert int((device.tables.text_keys != 0).sum()) == int((host.text_keys != 0).sum()) > 40
 
 
-def test_what_is_not_there_is_not_written() -> None:
+@pytest.mark.parametrize("form", FORMS)
+def test_what_is_not_there_is_not_written(form: Backend) -> None:
     """Tokens outside the vocabulary, requests whose prompt is incomplete, and those that teach nothing."""
-    devices = [Device(backend, 9, 2, 3, 3, 16, 32) for backend in (BACKEND, "torch")]
+    devices = [Device(backend, 9, 2, 3, 3, 16, 32) for backend in (form, "torch")]
     for device in devices:
         device.start({1: [1, 2, 20, -1, 3], 2: [4]})
         seeded = device.tables.successors[:, 0].tolist()
@@ -320,9 +323,10 @@ def test_what_is_not_there_is_not_written() -> None:
         assert torch.equal(part, other), name
 
 
-def test_right_nodes_count() -> None:
+@pytest.mark.parametrize("form", FORMS)
+def test_right_nodes_count(form: Backend) -> None:
     """Chains of a token that follows itself: of their nodes more is promised each time, of others nothing new."""
-    device = Device(BACKEND, 6, 2, 3, 1, 0, 0)
+    device = Device(form, 6, 2, 3, 1, 0, 0)
     half = torch.full((1, BASES, DEPTHS), 0.5, dtype=torch.float64, device=DEVICE)
     device.calibration = Calibration.of_prior(half, 8.0)
     device.start({0: [2, 2]})

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Keys and values of accepted paths, copied to where a chain's would be, in all layers at once, on the device.
 
-On the CPU `kv_move` does it; here nothing is known on the host, not even how many tokens move.
+V1 on the CPU has `kv_move`; here nothing is known on the host, not even how many tokens move.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -58,11 +59,14 @@ def move_paths(
         first_row: int32 ``[requests]`` where in the query the root is.
         slots: int64 ``[query rows]`` of each row a block times the block size, plus the token's place in it. No slot of
             one request is another's.
-        backend: "auto" is triton on CUDA, else torch.
+        backend: "auto" is triton on CUDA, numba on the CPU, else torch.
     """
-    chosen = choose(backend, path)
-    if chosen == "triton":
-        from vllm_ext.kernels.path_move_triton import move_paths_triton as form
-    else:
-        from vllm_ext.kernels.path_move_ref import move_paths_ref as form
+    form: Any
+    match choose(backend, path):
+        case "numba":
+            from vllm_ext.kernels.path_move_numba import move_paths_numba as form
+        case "triton":
+            from vllm_ext.kernels.path_move_triton import move_paths_triton as form
+        case _:
+            from vllm_ext.kernels.path_move_ref import move_paths_ref as form
     form(caches, path, first_row, slots)

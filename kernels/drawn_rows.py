@@ -8,7 +8,7 @@ drawn from then. The token has the target's law in both cases.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -79,7 +79,7 @@ def choose_drawn(
         prefill_len: int32 ``[slots]``: behind a root that stands before this rows are padding.
         drawn: of all slots; contiguous. A child that its distribution does not have is rejected and changes nothing.
         seeds: int64 ``[slots]``.
-        backend: "auto" is triton on CUDA, else torch.
+        backend: "auto" is triton on CUDA, numba on the CPU, else torch.
 
     Returns:
         int64 ``[rows]``: the accepted child's token; -1: draw from the row's logits.
@@ -87,8 +87,13 @@ def choose_drawn(
     support = drawn.ids.shape[2]
     if not 0 < support <= MOST_SUPPORT:
         raise ValueError(f"support={support} must be 1 to {MOST_SUPPORT}")
-    if choose(backend, logits) == "triton":
-        from vllm_ext.kernels.drawn_rows_triton import choose_drawn_triton as form
-    else:
-        from vllm_ext.kernels.drawn_rows_ref import choose_drawn_ref as form
-    return form(logits, row_start, slots, tokens, positions, prefill_len, drawn, seeds)
+    form: Any
+    match choose(backend, logits):
+        case "numba":
+            from vllm_ext.kernels.drawn_rows_numba import choose_drawn_numba as form
+        case "triton":
+            from vllm_ext.kernels.drawn_rows_triton import choose_drawn_triton as form
+        case _:
+            from vllm_ext.kernels.drawn_rows_ref import choose_drawn_ref as form
+    chosen: torch.Tensor = form(logits, row_start, slots, tokens, positions, prefill_len, drawn, seeds)
+    return chosen

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`drawn_rows` as it is defined, row by row, in float64: the readable form the other is tested against."""
+"""`drawn_rows` as it is defined, row by row, in float64: the readable form the others are tested against."""
 
 from __future__ import annotations
 

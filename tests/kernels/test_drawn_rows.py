@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
-"""Drawn trees on the device: the host's decisions for the same numbers, in both forms, and the target's law.
+"""Drawn trees on the device: the host's decisions for the same numbers, in every form, and the target's law.
 
 Without a GPU the triton form runs through triton's interpreter, in a process of its own: see `test_top_k`.
 """
@@ -28,7 +28,8 @@ from vllm_ext.kernels.sparse import Float64, Sparse
 from vllm_ext.samplers import k_seq, recursive_rejection
 
 IN_INTERPRETER = os.environ.get("DRAWN_ROWS_TEST_BACKEND") == "triton"
-BACKEND: Backend = "triton" if IN_INTERPRETER or torch.cuda.is_available() else "torch"
+FORMS: list[Backend] = ["triton"] if IN_INTERPRETER or torch.cuda.is_available() else ["torch", "numba"]
+every_form = pytest.mark.parametrize("form", FORMS)
 DRAWS = 20_000
 LIKELY = 1e-3  # p-values above: the law is the target's
 
@@ -78,10 +79,11 @@ def hosts(batch: Batch) -> list[tuple[int, Float64] | None]:
     return found
 
 
+@every_form
 @pytest.mark.parametrize("seed", range(16 if IN_INTERPRETER else 25))
-def test_every_row_is_decided_as_on_the_host(seed: int) -> None:
+def test_every_row_is_decided_as_on_the_host(seed: int, form: Backend) -> None:
     batch = random_batch(np.random.default_rng(seed))
-    accepted, logits = batch.chosen(BACKEND)
+    accepted, logits = batch.chosen(form)
     for row, expected in enumerate(hosts(batch)):
         before, after = batch.logits[row], logits[row]
         if expected is None:
@@ -103,33 +105,39 @@ def test_the_cases_of_that_test_are_many() -> None:
     assert sum(row is not None and row[0] < 0 for row in rows) > 60
 
 
-@pytest.mark.parametrize("seed", range(100, 106))
-def test_forms_are_equal(seed: int) -> None:
-    batch = random_batch(np.random.default_rng(seed))
-    (accepted, logits), (expected, expected_logits) = batch.chosen(BACKEND), batch.chosen("torch")
+@every_form
+@pytest.mark.parametrize(("seed", "more"), [*((seed, 0) for seed in range(100, 106)), (106, 5000)])
+def test_forms_are_equal(seed: int, more: int, form: Backend) -> None:
+    """Also over more tokens than a form takes at once."""
+    rng = np.random.default_rng(seed)
+    batch = random_batch(rng)
+    others = torch.from_numpy(rng.normal(-6, 1, (len(batch.logits), more))).float().to(DEVICE)
+    batch = batch._replace(logits=torch.cat([batch.logits, others], 1))
+    (accepted, logits), (expected, expected_logits) = batch.chosen(form), batch.chosen("torch")
     assert accepted == expected
     np.testing.assert_allclose(law(logits), law(expected_logits), atol=1e-5, rtol=0)
     assert torch.equal(logits == batch.logits, expected_logits == batch.logits)  # what is written to
 
 
+@every_form
 @pytest.mark.parametrize("kind", [RECURSIVE, K_SEQ])
-def test_edges(kind: int) -> None:
+def test_edges(kind: int, form: Backend) -> None:
     # A child that the distribution does not have is rejected: of k-SEQ's reckoning it is one.
     batch = one_row(kind, [0.25, 0.25, 0.25, 0.25], [1, 2, -1], [0.5, 0.5, 0.0], [3])
-    accepted, logits = batch.chosen(BACKEND)
+    accepted, logits = batch.chosen(form)
     assert accepted == [-1, -1]
     left = [0.25] * 4 if kind == RECURSIVE else [0.5, 0.0, 0.0, 0.5]
     np.testing.assert_allclose(law(logits[0]), left, atol=1e-6)
     # Of the target nothing is left: the row stays.
     batch = one_row(kind, [0.0, 0.5, 0.5, 0.0], [1, 2], [0.5, 0.5], [3])
-    accepted, logits = batch.chosen(BACKEND)
+    accepted, logits = batch.chosen(form)
     assert accepted == [-1, -1]
     assert torch.equal(logits, batch.logits)
     # The target is the draft; a token of no chance; ids that the target does not have.
-    assert one_row(kind, [0.0, 1.0, 0.0, 0.0], [1, -1], [1.0, 0.0], [1]).chosen(BACKEND)[0] == [1, -1]
+    assert one_row(kind, [0.0, 1.0, 0.0, 0.0], [1, -1], [1.0, 0.0], [1]).chosen(form)[0] == [1, -1]
     for p, ids in (([0.0, 0.5, 0.5, 0.0], [0, 2]), ([0.0, 0.5, 0.5, 0.0], [5, 2])):
         batch = one_row(kind, p, ids, [1.0, 0.0], [ids[0]])
-        accepted, logits = batch.chosen(BACKEND)
+        accepted, logits = batch.chosen(form)
         assert accepted == [-1, -1]
         np.testing.assert_allclose(law(logits[0]), p, atol=1e-6)
         assert torch.equal(logits[1], batch.logits[1])
@@ -142,7 +150,7 @@ def numbers_of(seeds, positions, indices, found):
     tl.store(found + at, number)
 
 
-@pytest.mark.skipif(BACKEND != "triton", reason="runs in the interpreter")
+@pytest.mark.skipif("triton" not in FORMS, reason="runs in the interpreter")
 def test_both_forms_have_the_same_numbers() -> None:
     rng = np.random.default_rng(3)
     seeds = torch.from_numpy(rng.integers(-(2**63), 2**63 - 1, 200)).to(DEVICE)
@@ -170,19 +178,20 @@ def test_numbers_are_uniform() -> None:
         assert stats.chisquare(pairs.ravel()).pvalue > LIKELY
 
 
+@every_form
 @pytest.mark.parametrize("kind", [RECURSIVE, K_SEQ])
-def test_forms_decide_alike_for_each_child(kind: int) -> None:
+def test_forms_decide_alike_for_each_child(kind: int, form: Backend) -> None:
     batch = many_draws(kind, 150, "", np.random.default_rng(4))
-    (accepted, logits), (expected, expected_logits) = batch.chosen(BACKEND), batch.chosen("torch")
+    (accepted, logits), (expected, expected_logits) = batch.chosen(form), batch.chosen("torch")
     assert accepted == expected
     np.testing.assert_allclose(law(logits), law(expected_logits), atol=1e-5, rtol=0)
 
 
-def p_value(kind: int, fault: str, seed: int) -> float:
+def p_value(kind: int, fault: str, seed: int, form: Backend) -> float:
     """Of the next tokens of many rows against the target's law."""
     rng = np.random.default_rng(seed)
     batch = many_draws(kind, DRAWS, fault, rng)
-    accepted, logits = batch.chosen(BACKEND)
+    accepted, logits = batch.chosen(form)
     roots = batch.row_start[:-1].long()
     accepted_of = np.array(accepted)[roots.cpu().numpy()]
     left = np.broadcast_to(P, (DRAWS, len(P))) if fault == "residual" else law(logits[roots])
@@ -194,9 +203,10 @@ def p_value(kind: int, fault: str, seed: int) -> float:
 
 
 @pytest.mark.skipif(IN_INTERPRETER, reason="takes the interpreter minutes")
+@every_form
 @pytest.mark.parametrize("kind", [RECURSIVE, K_SEQ])
-def test_the_next_token_has_the_targets_law(kind: int) -> None:
-    assert p_value(kind, "", 1) > LIKELY
+def test_the_next_token_has_the_targets_law(kind: int, form: Backend) -> None:
+    assert p_value(kind, "", 1, form) > LIKELY
 
 
 @pytest.mark.skipif(IN_INTERPRETER, reason="takes the interpreter minutes")
@@ -205,7 +215,7 @@ def test_the_next_token_has_the_targets_law(kind: int) -> None:
     [(RECURSIVE, "order"), (RECURSIVE, "residual"), (K_SEQ, "distinct"), (K_SEQ, "residual")],
 )
 def test_that_test_finds_faults(kind: int, fault: str) -> None:
-    assert p_value(kind, fault, 1) < LIKELY
+    assert p_value(kind, fault, 1, FORMS[-1]) < LIKELY
 
 
 @pytest.mark.skipif(IN_INTERPRETER, reason="the parent process starts the other")

@@ -6,6 +6,8 @@ What engines keep for chains counts the rows before a row; in a tree only its an
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from vllm_ext.kernels.backends import Backend, choose
@@ -43,12 +45,16 @@ def penalise(
         presence: float32 ``[slots]``; 0: none.
         in_prompt: int32 ``[slots, vocab / 32]`` a bit for each token.
         counts: int32 ``[slots, vocab]`` of each token in the output, the root included.
-        backend: "auto" is triton on CUDA, else torch.
+        backend: "auto" is triton on CUDA, numba on the CPU, else torch.
     """
-    if choose(backend, logits) == "triton":
-        from vllm_ext.kernels.path_penalties_triton import penalise_triton as form
-    else:
-        from vllm_ext.kernels.path_penalties_ref import penalise_ref as form
+    form: Any
+    match choose(backend, logits):
+        case "numba":
+            from vllm_ext.kernels.path_penalties_numba import penalise_numba as form
+        case "triton":
+            from vllm_ext.kernels.path_penalties_triton import penalise_triton as form
+        case _:
+            from vllm_ext.kernels.path_penalties_ref import penalise_ref as form
     form(logits, slots, tokens, offsets, ancestor_bits, repetition, frequency, presence, in_prompt, counts)
 
 
@@ -82,12 +88,16 @@ def forbid(
         prompt_len: int32 ``[slots]``.
         total_len: int32 ``[slots]`` tokens of the text, the root included.
         most_words: of a request, as the host knows.
-        backend: "auto" is triton on CUDA, else torch.
+        backend: "auto" is triton on CUDA, numba on the CPU, else torch.
     """
-    if choose(backend, logits) == "triton":
-        from vllm_ext.kernels.path_penalties_triton import forbid_triton as form
-    else:
-        from vllm_ext.kernels.path_penalties_ref import forbid_ref as form
+    form: Any
+    match choose(backend, logits):
+        case "numba":
+            from vllm_ext.kernels.path_penalties_numba import forbid_numba as form
+        case "triton":
+            from vllm_ext.kernels.path_penalties_triton import forbid_triton as form
+        case _:
+            from vllm_ext.kernels.path_penalties_ref import forbid_ref as form
     form(
         logits,
         slots,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Penalties and bad words along the paths of trees: the triton form equals the readable one; a chain has vLLM's.
+"""Penalties and bad words along the paths of trees: every form equals the readable one; a chain has vLLM's.
 
 Without a GPU the triton form runs through triton's interpreter, in a process of its own: see `test_top_k`.
 """
@@ -18,7 +18,7 @@ from vllm_ext.kernels.backends import Backend
 from vllm_ext.kernels.path_penalties import forbid, penalise
 
 IN_INTERPRETER = os.environ.get("PATH_PENALTIES_TEST_BACKEND") == "triton"
-BACKEND: Backend = "triton" if IN_INTERPRETER or torch.cuda.is_available() else "torch"
+FORMS: list[Backend] = ["triton"] if IN_INTERPRETER or torch.cuda.is_available() else ["torch", "numba"]
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 VOCAB, SLOTS = 50, 4
 
@@ -43,7 +43,8 @@ def bits() -> torch.Tensor:
     return found.to(torch.int32).to(DEVICE)
 
 
-def test_penalties_are_those_of_the_path() -> None:
+@pytest.mark.parametrize("form", FORMS)
+def test_penalties_are_those_of_the_path(form: Backend) -> None:
     generator = torch.Generator().manual_seed(1)
     tokens = torch.randint(0, VOCAB, (len(PARENTS),), generator=generator, dtype=torch.int32).to(DEVICE)
     logits = torch.randn(len(PARENTS), VOCAB, generator=generator).to(DEVICE)
@@ -54,7 +55,7 @@ def test_penalties_are_those_of_the_path() -> None:
         return torch.tensor(of_slots, dtype=torch.float32, device=DEVICE)
 
     results = []
-    backends: list[Backend] = [BACKEND, "torch"]
+    backends: list[Backend] = [form, "torch"]
     for backend in backends:
         own = logits.clone()
         penalise(
@@ -81,7 +82,8 @@ def test_penalties_are_those_of_the_path() -> None:
     assert torch.allclose(results[0][row], expected)
 
 
-def test_words_are_those_of_the_path() -> None:
+@pytest.mark.parametrize("form", FORMS)
+def test_words_are_those_of_the_path(form: Backend) -> None:
     tokens = ints([7, 8, 9, 10, 11, 12, 5, *[3, 4] * 20])
     text = torch.full((SLOTS, 12), 1, dtype=torch.int32, device=DEVICE)
     text[2, :6] = ints([8, 10, 30, 31, 6, 7])
@@ -98,7 +100,7 @@ def test_words_are_those_of_the_path() -> None:
     word_starts[2, : len(starts)] = ints(starts)
     word_starts[0, :2] = ints([0, 3])
     results = []
-    backends: list[Backend] = [BACKEND, "torch"]
+    backends: list[Backend] = [form, "torch"]
     for backend in backends:
         logits = torch.zeros(len(PARENTS), VOCAB, device=DEVICE)
         forbid(

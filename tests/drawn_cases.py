@@ -32,6 +32,11 @@ class Batch(NamedTuple):
     drawn: DrawnTrees
     seeds: torch.Tensor
 
+    def to(self, device: str) -> Batch:
+        """The same there."""
+        moved = {name: part.to(device) for name, part in self._asdict().items() if name != "drawn"}
+        return Batch(**moved, drawn=DrawnTrees(*(part.to(device) for part in self.drawn)))
+
     def chosen(self, backend: Backend) -> tuple[list[int], torch.Tensor]:
         """What is accepted, and the logits after it."""
         logits = self.logits.clone()

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Triton kernels: on a GPU in the sizes of an 8B model, in the interpreter in small ones, checked alone."""
+"""The Triton kernels: on a GPU in the sizes of an 8B model, in the interpreter in small ones, checked alone.
+
+Where a kernel has the same cases for numba, that form is checked and timed here too.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +22,7 @@ from vllm_ext.kernels.ancestor_bits import MAX_ROWS, ancestor_bits
 from vllm_ext.kernels.ancestor_bits_ref import ancestor_bits_ref
 from vllm_ext.kernels.attend_nodes import attend_nodes
 from vllm_ext.kernels.attend_nodes_ref import attend_context_ref, attend_nodes_ref
+from vllm_ext.kernels.backends import Backend
 from vllm_ext.kernels.drawn_rows import RECURSIVE, choose_drawn
 from vllm_ext.kernels.top_k import top_k_ids
 from vllm_ext.kernels.tree_attention import TreeRows, tree_attention
@@ -32,8 +36,10 @@ SCALE = HEAD_SIZE**-0.5
 def works(device: str) -> Iterator[Work]:
     """All of them; ``device`` is "cuda", or "cpu" for the interpreter."""
     yield from _top_k(device)
-    yield from _bits(device)
-    yield from _drawn(device)
+    yield from _bits(device, "triton")
+    yield from _bits("cpu", "numba")
+    yield from _drawn(device, "triton")
+    yield from _drawn("cpu", "numba")
     yield from _attention(device)
     if device == "cuda":
         yield from _attention_of_a_model()
@@ -60,7 +66,7 @@ def _top_k(device: str) -> Iterator[Work]:
         yield Work("top_k_ids", "triton", f"{rows} x {VOCAB} bfloat16, k=8", same, 0.0, call, logits.nbytes)
 
 
-def _bits(device: str) -> Iterator[Work]:
+def _bits(device: str, form: Backend) -> Iterator[Work]:
     trees = [chain(MAX_ROWS), binary(65), star(33), random_tree(MAX_ROWS), [-1], [], random_tree(64, 1)]
     if device == "cuda":
         trees *= 32
@@ -73,30 +79,31 @@ def _bits(device: str) -> Iterator[Work]:
         return float(not torch.equal(call().cpu(), want))
 
     call: Callable[[], torch.Tensor] = functools.partial(
-        ancestor_bits, parents.to(device), starts.to(device), None, "triton"
+        ancestor_bits, parents.to(device), starts.to(device), None, form
     )
     size = f"{len(trees)} trees of up to {MAX_ROWS} rows"
-    yield Work("ancestor_bits", "triton", size, error, 0.0, call if device == "cuda" else None)
+    timed = device == "cuda" or form == "numba"
+    yield Work("ancestor_bits", form, size, error, 0.0, call if timed else None)
 
 
-def _drawn(device: str) -> Iterator[Work]:
+def _drawn(device: str, form: Backend) -> Iterator[Work]:
     def error() -> float:
         wrong = 0.0
         for seed in range(6):
-            batch = random_batch(np.random.default_rng(seed))
-            (want, left), (got, ours) = (batch.chosen(form) for form in ("torch", "triton"))
+            batch = random_batch(np.random.default_rng(seed)).to(device)
+            (want, left), (got, ours) = (batch.chosen("torch"), batch.chosen(form))
             wrong = max(wrong, float(got != want), float(distance(ours.softmax(-1), left.softmax(-1))))
         return wrong
 
-    yield Work("drawn_rows", "triton", "5 trees of up to 9 nodes, 50 tokens", error, 1e-4)
-    if device != "cuda":
+    yield Work("drawn_rows", form, "5 trees of up to 9 nodes, 50 tokens", error, 1e-4)
+    if device == "cpu" and form == "triton":
         return
     for requests in (1, 32):
-        batch = many_draws(RECURSIVE, requests, "", np.random.default_rng(0))
+        batch = many_draws(RECURSIVE, requests, "", np.random.default_rng(0)).to(device)
         logits = torch.randn(len(batch.logits), VOCAB, device=device)
-        call = functools.partial(choose_drawn, logits, *batch[1:], "triton")
+        call = functools.partial(choose_drawn, logits, *batch[1:], form)
         size = f"{requests} x 3 nodes, {VOCAB} tokens"
-        yield Work("drawn_rows", "triton", size, lambda: 0.0, 0.0, call, requests * VOCAB * 4)
+        yield Work("drawn_rows", form, size, lambda: 0.0, 0.0, call, requests * VOCAB * 4)
 
 
 def _attention(device: str) -> Iterator[Work]:

@@ -12,21 +12,27 @@ from tree_cases import binary
 from work import Work
 
 from vllm_ext.kernels.ancestor_bits import ancestor_bits
+from vllm_ext.kernels.backends import Backend
 from vllm_ext.kernels.path_penalties import forbid, penalise
 
 WORD_TOKENS = 3
 
 
 def works(device: str) -> Iterator[Work]:
-    """All of them; ``device`` is "cuda", or "cpu" for the interpreter."""
-    yield from of_size(device, 3, 6, 50, 4, timed=False)
-    yield from of_size(device, 2, 39, 2100, 1, timed=False)
+    """All of them; ``device`` is Triton's: "cuda", or "cpu" for the interpreter."""
+    forms: tuple[tuple[str, Backend], ...] = (device, "triton"), ("cpu", "numba")
+    for where, form in forms:
+        yield from of_size(where, 3, 6, 50, 4, timed=False, form=form)
+        yield from of_size(where, 2, 39, 2100, 1, timed=False, form=form)
+    yield from of_size("cpu", 4, 15, 49152, 8, timed=True, form="numba")
     if device == "cuda":
         for requests, nodes in ((1, 15), (32, 15), (64, 3)):
             yield from of_size(device, requests, nodes, 128256, 8, timed=True)
 
 
-def of_size(device: str, requests: int, nodes: int, vocab: int, words: int, timed: bool) -> Iterator[Work]:
+def of_size(
+    device: str, requests: int, nodes: int, vocab: int, words: int, timed: bool, form: Backend = "triton"
+) -> Iterator[Work]:
     """Both of one size: a tree of so many nodes for each request."""
     generator = torch.Generator(device).manual_seed(nodes)
 
@@ -78,18 +84,18 @@ def of_size(device: str, requests: int, nodes: int, vocab: int, words: int, time
         ("bad words", forbid, [*bad_words, words], 0),
     ]
     for name, op, given, num_bytes in kinds:
-        error = functools.partial(_difference, op, logits, given)
-        call = functools.partial(op, logits, *given, "triton")
+        error = functools.partial(_difference, op, logits, given, form)
+        call = functools.partial(op, logits, *given, form)
         # The readable form goes row by row: small sizes are checked, and large ones timed.
         checked = (lambda: 0.0) if timed else error
         yield Work(
-            "path_penalties", "triton", f"{name}: {size}", checked, 0.0, call if timed else None, num_bytes
+            "path_penalties", form, f"{name}: {size}", checked, 0.0, call if timed else None, num_bytes
         )
 
 
-def _difference(op: Callable[..., None], logits: torch.Tensor, given: Sequence[Any]) -> float:
+def _difference(op: Callable[..., None], logits: torch.Tensor, given: Sequence[Any], form: Backend) -> float:
     results = []
-    for backend in ("torch", "triton"):
+    for backend in ("torch", form):
         results.append(logits.clone())
         op(results[-1], *given, backend)
     return float(not torch.equal(*results))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Triton kernels of the V2 runner's steps: integers and copies, so exactly."""
+"""The kernels of the V2 runner's steps, Triton's and numba's: integers and copies, so exactly."""
 
 from __future__ import annotations
 
@@ -30,10 +30,14 @@ PAIRS, TEXTS = 1 << 16, 1 << 18
 
 
 def works(device: str) -> Iterator[Work]:
-    """All of them; ``device`` is "cuda", or "cpu" for the interpreter."""
-    for requests, nodes, width, vocab in ((3, 6, 8, 50), (2, 15, 3, 20)):
-        yield from _steps(device, requests, nodes, width, vocab, timed=False)
-    yield _moves(device, layers=3, requests=4, columns=5, timed=False)
+    """All of them; ``device`` is Triton's: "cuda", or "cpu" for the interpreter."""
+    forms: tuple[tuple[str, Backend], ...] = (device, "triton"), ("cpu", "numba")
+    for where, form in forms:
+        for requests, nodes, width, vocab in ((3, 6, 8, 50), (2, 15, 3, 20)):
+            yield from _steps(where, requests, nodes, width, vocab, timed=False, form=form)
+        yield _moves(where, layers=3, requests=4, columns=5, timed=False, form=form)
+    yield from _steps("cpu", 4, 15, 8, 49152, timed=True, form="numba")
+    yield _moves("cpu", layers=30, requests=4, columns=16, timed=True, form="numba")
     if device == "cuda":
         for requests, nodes in ((1, 15), (32, 15), (64, 3), (256, 7)):
             yield from _steps(device, requests, nodes, 8, 128256, timed=True)
@@ -172,12 +176,14 @@ class _Step:
         return [*parts, self.totals, self.drafts, self.positions]
 
 
-def _steps(device: str, requests: int, nodes: int, width: int, vocab: int, timed: bool) -> Iterator[Work]:
+def _steps(
+    device: str, requests: int, nodes: int, width: int, vocab: int, timed: bool, form: Backend = "triton"
+) -> Iterator[Work]:
     names = "grow", "lay_out", "walk", "mark", "learn"
 
     def error() -> float:
         outputs = []
-        backends: tuple[Backend, Backend] = ("torch", "triton")
+        backends: tuple[Backend, Backend] = ("torch", form)
         for backend in backends:
             step = _Step(device, requests, nodes, width, vocab, backend)
             for name in names * 2:  # the second time with what was learnt
@@ -188,7 +194,7 @@ def _steps(device: str, requests: int, nodes: int, width: int, vocab: int, timed
 
     if timed:
         # The readable form goes row by row: on a GPU small sizes are checked, and large ones timed.
-        step = _Step(device, requests, nodes, width, vocab, "triton")
+        step = _Step(device, requests, nodes, width, vocab, form)
         for name in names:
             getattr(step, name)()
     for name in names:
@@ -196,10 +202,12 @@ def _steps(device: str, requests: int, nodes: int, width: int, vocab: int, timed
         size = f"{name}: {requests} trees of {nodes} nodes, {width} of {vocab}"
         num_bytes = step.logits.nbytes if timed and name == "learn" else 0
         call = getattr(step, name) if timed else None
-        yield Work(op, "triton", size, (lambda: 0.0) if timed else error, 0.0, call, num_bytes)
+        yield Work(op, form, size, (lambda: 0.0) if timed else error, 0.0, call, num_bytes)
 
 
-def _moves(device: str, layers: int, requests: int, columns: int, timed: bool) -> Work:
+def _moves(
+    device: str, layers: int, requests: int, columns: int, timed: bool, form: Backend = "triton"
+) -> Work:
     generator = torch.Generator(device).manual_seed(columns)
     blocks, heads, block_size, head_size = requests * 4, 8, 16, 128 if timed else 8
     shape = blocks, block_size, heads, 2 * head_size
@@ -219,10 +227,10 @@ def _moves(device: str, layers: int, requests: int, columns: int, timed: bool) -
         return copies
 
     def error() -> float:
-        both = zip(moved("torch"), moved("triton"), strict=True)
+        both = zip(moved("torch"), moved(form), strict=True)
         return float(sum(not torch.equal(one, other) for one, other in both))
 
     size = f"{columns} tokens of {requests} in {layers} layers, {heads} KV heads of {head_size}, bfloat16"
     num_bytes = 2 * requests * (columns // 2 - 1) * layers * heads * 2 * head_size * 2
-    call = functools.partial(move_paths, Caches(caches), path, first_row, slots, "triton")
-    return Work("path_move", "triton", size, error, 0.0, call if timed else None, num_bytes)
+    call = functools.partial(move_paths, Caches(caches), path, first_row, slots, form)
+    return Work("path_move", form, size, error, 0.0, call if timed else None, num_bytes)

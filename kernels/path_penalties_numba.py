@@ -69,30 +69,34 @@ def _penalise(
     rows, vocab = logits.shape
     count = np.empty(vocab, np.int32)
     counted = -1  # the slot whose tokens `count` has
-    one = np.float32(1.0)
+    one, nothing = np.float32(1.0), np.float32(0.0)
     for row in range(rows):
         slot, offset = slots[row], offsets[row]
         again, often, once = repetition[slot], frequency[slot], presence[slot]
         if again == 1.0 and often == 0.0 and once == 0.0:
             continue
+        inverse = one / again
         if slot != counted:
-            count[:] = counts[slot]
+            count[:] = counts[slot, :vocab]
             counted = slot
         _add_path(count, tokens[row - offset : row + 1], ancestor_bits[row], 1)
         for word in range((vocab + 31) // 32):
             prompt = in_prompt[slot, word]
             first, end = word * 32, min(word * 32 + 32, vocab)
-            seen = np.int32(0)
+            any_seen = np.int32(0)
             for token in range(first, end):
-                seen |= count[token]
-            if seen == 0 and prompt == 0:
+                any_seen |= count[token]
+            if any_seen == 0 and prompt == 0:
                 continue
-            for token in range(first, end):
-                if count[token] > 0 or prompt >> (token - first) & 1:
-                    logit = logits[row, token]
-                    logit *= one / again if logit > 0 else again
-                    logit -= often * np.float32(count[token])
-                    logits[row, token] = logit - (once if count[token] > 0 else np.float32(0.0))
+            own, seen = logits[row, first:end], count[first:end]
+            for bit in range(end - first):
+                times = seen[bit]
+                logit = own[bit]
+                scale = inverse if logit > 0 else again
+                known = times > 0 or (prompt >> np.int32(bit) & np.int32(1)) != 0
+                logit *= scale if known else one
+                logit -= often * np.float32(times)
+                own[bit] = logit - (once if times > 0 else nothing)
         _add_path(count, tokens[row - offset : row + 1], ancestor_bits[row], -1)
 
 

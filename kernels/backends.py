@@ -17,6 +17,9 @@ logger = logging.getLogger("vllm.vllm_ext")
 
 Backend = Literal["auto", "torch", "numba", "triton"]
 
+# Of the V2 runner's kernels. Its tests set "triton" before an engine is made: on CPU tensors, in Triton's interpreter.
+V2: Backend = "auto"
+
 
 def choose(backend: Backend, tensor: torch.Tensor) -> Backend:
     """The form to run on tensors like this one: "auto" is numba on the CPU, triton on CUDA, torch elsewhere.

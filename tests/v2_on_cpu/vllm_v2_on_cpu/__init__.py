@@ -3,7 +3,8 @@
 
 With this folder on PYTHONPATH and TRITON_INTERPRET=1 Triton finds a backend for the CPU, so vLLM finds Triton, and
 chooses V2. The rest is what its kernels need besides to be right in the interpreter, and to take some milliseconds each
-instead of twice as many.
+instead of twice as many. Our own kernels run there too, as they do on a GPU; with V2_FORMS=cpu they are numba's, as
+they are on a CPU.
 """
 
 from __future__ import annotations
@@ -30,6 +31,10 @@ def register() -> None:
     import vllm.v1.sample.ops.topk_topp_sampler as sampling
 
     sampling.HAS_TRITON = False  # its kernel has what the interpreter has not; vLLM has one in torch
+    if os.environ.get("V2_FORMS") != "cpu":
+        from vllm_ext.kernels import backends
+
+        backends.V2 = "triton"
 
 
 def _patch_once() -> None:

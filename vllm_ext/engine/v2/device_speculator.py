@@ -9,7 +9,8 @@ import torch
 from vllm.v1.worker.gpu.buffer_utils import UvaBackedTensor
 
 from vllm_ext.engine.state.keeper import Checkpointer
-from vllm_ext.engine.v2.speculator import BACKEND, StepRows, TreeSpeculator
+from vllm_ext.engine.v2.speculator import StepRows, TreeSpeculator
+from vllm_ext.kernels import backends
 from vllm_ext.proposers.hybrid import HybridOptions
 from vllm_ext.proposers.token_recycling import TEXT_SLOTS, TokenRecyclingOptions
 from vllm_ext.proposers.token_recycling_device import DeviceTokenRecycling
@@ -37,7 +38,7 @@ class DeviceSpeculator(TreeSpeculator):
             vllm_config.model_config.get_vocab_size(),
             self.max_num_reqs,
             device,
-            BACKEND,
+            backends.V2,
             text_slots,
         )
         own = {**self.settings.own_options, "drafts": "on the device"}  # V1's tables are other ones

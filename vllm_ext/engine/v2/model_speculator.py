@@ -20,7 +20,8 @@ from vllm_ext.engine.draft_model.device_separate import SeparateOnDevice
 from vllm_ext.engine.draft_model.device_slice import SliceOnDevice
 from vllm_ext.engine.draft_model.device_step import DraftStep, Kind
 from vllm_ext.engine.models import exit_heads
-from vllm_ext.engine.v2.speculator import BACKEND, StepRows, TreeSpeculator
+from vllm_ext.engine.v2.speculator import StepRows, TreeSpeculator
+from vllm_ext.kernels import backends
 from vllm_ext.proposers.draft_model import DraftModelOptions, DraftModelProposer
 from vllm_ext.proposers.layerskip import LayerSkip
 from vllm_ext.proposers.unified_skip import UnifiedSkip, balanced
@@ -43,7 +44,9 @@ class ModelSpeculator(TreeSpeculator):
         self._config = vllm_config
         self.passes = _passes(vllm_config, proposer, req_states)
         self.max_depth = min(options.max_depth, self.num_nodes)
-        self.step = DraftStep(self.passes, proposer, self.num_nodes, self.max_num_reqs, req_states, BACKEND)
+        self.step = DraftStep(
+            self.passes, proposer, self.num_nodes, self.max_num_reqs, req_states, backends.V2
+        )
         self.trees, self.drawn = self.step.trees, self.step.drawn
         # By slot.
         self._is_drawn, self._chains, self._depths, self._behind = (
@@ -164,11 +167,11 @@ def _passes(vllm_config: Any, proposer: DraftModelProposer, req_states: Any) -> 
     """Of a method's model."""
     options = proposer.options
     if isinstance(options, DraftModelOptions):
-        return SeparateOnDevice(vllm_config, options, req_states, BACKEND)
+        return SeparateOnDevice(vllm_config, options, req_states, backends.V2)
     num_layers = vllm_config.model_config.get_total_num_hidden_layers()
     if isinstance(proposer, UnifiedSkip):
         kept, head = balanced(num_layers, options.speedup), None
-        return SliceOnDevice(vllm_config, kept, head, req_states, BACKEND)
+        return SliceOnDevice(vllm_config, kept, head, req_states, backends.V2)
     assert isinstance(proposer, LayerSkip)
     (exit_layer,) = proposer.exits(num_layers)
     if options.heads is not None:
@@ -176,4 +179,4 @@ def _passes(vllm_config: Any, proposer: DraftModelProposer, req_states: Any) -> 
         head = exit_heads.load(options.heads, [exit_layer], dtype, req_states.device)[exit_layer]
     else:
         head = None
-    return SliceOnDevice(vllm_config, range(exit_layer), head, req_states, BACKEND)
+    return SliceOnDevice(vllm_config, range(exit_layer), head, req_states, backends.V2)

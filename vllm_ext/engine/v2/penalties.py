@@ -13,7 +13,8 @@ import torch
 from vllm.v1.worker.gpu.sample.bad_words import BadWordsState
 from vllm.v1.worker.gpu.sample.penalties import PenaltiesState
 
-from vllm_ext.engine.v2.speculator import BACKEND, TreeSpeculator
+from vllm_ext.engine.v2.speculator import TreeSpeculator
+from vllm_ext.kernels import backends
 from vllm_ext.kernels.path_penalties import forbid, penalise
 
 
@@ -39,7 +40,7 @@ class TreePenalties(PenaltiesState):  # type: ignore[misc]
             self.presence_penalty.gpu,
             self.prompt_bin_mask,
             self.output_bin_counts,
-            BACKEND,
+            backends.V2,
         )
         return logits
 
@@ -69,6 +70,6 @@ class TreeBadWords(BadWordsState):  # type: ignore[misc]
             self.req_states.prompt_len.gpu,
             self.req_states.total_len.gpu,
             most,
-            BACKEND,
+            backends.V2,
         )
         return logits

@@ -23,7 +23,8 @@ from vllm.v1.worker.gpu.sample.logprob import compute_topk_scores
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler, get_max_chunk_logits
 
-from vllm_ext.engine.v2.speculator import BACKEND, SLOW_DEPTH, Paths, StepRows, TreeSpeculator
+from vllm_ext.engine.v2.speculator import SLOW_DEPTH, Paths, StepRows, TreeSpeculator
+from vllm_ext.kernels import backends
 from vllm_ext.kernels.device_trees import Walked, walk
 from vllm_ext.kernels.drawn_rows import choose_drawn
 from vllm_ext.kernels.recycling import WalkedRows
@@ -183,7 +184,7 @@ class TreeVerifier(RejectionSampler):  # type: ignore[misc]  # vLLM is untyped t
                 self._seq_lens[requests],
                 walked,
                 totals,
-                BACKEND,
+                backends.V2,
             )
 
         if len(dependent):
@@ -328,7 +329,7 @@ class TreeVerifier(RejectionSampler):  # type: ignore[misc]  # vLLM is untyped t
                 trees.prefill_len,
                 trees.drawn,
                 sampler.sampling_states.seeds.gpu,
-                BACKEND,
+                backends.V2,
             )
         sampled = gumbel_sample(
             left,

@@ -28,7 +28,7 @@ from vllm_ext.engine.structured_output.grammar import in_worker
 from vllm_ext.engine.structured_output.known_trees import KnownTrees
 from vllm_ext.engine.v2 import tree_rows
 from vllm_ext.engine.v2.counters import Counts
-from vllm_ext.kernels.backends import Backend
+from vllm_ext.kernels import backends
 from vllm_ext.kernels.device_trees import EMPTY, RowLayout, SlotTrees, lay_out
 from vllm_ext.kernels.drawn_rows import DrawnTrees
 from vllm_ext.kernels.recycling import WalkedRows
@@ -38,8 +38,6 @@ from vllm_ext.proposers.tree import Float32
 
 logger = init_logger("vllm.vllm_ext")
 
-# vLLM's V2 runner has Triton; on a CPU its tests run it in the interpreter.
-BACKEND: Backend = "triton"
 # Of requests whose sampling depends on their output's tokens: their trees are sampled depth by depth.
 SLOW_DEPTH = 6
 
@@ -185,13 +183,13 @@ class TreeSpeculator(BaseSpeculator):  # type: ignore[misc]  # vLLM is untyped t
             input_batch.seq_lens,
             input_batch.positions,
             self.layout,
-            BACKEND,
+            backends.V2,
         )
 
     @staticmethod
     def top(logits: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
         """int32 and float32 ``[rows, width]``: ids of each row's largest logits, best first, and these."""
-        top_ids = top_k_ids(logits, width, BACKEND)
+        top_ids = top_k_ids(logits, width, backends.V2)
         return top_ids, logits.gather(1, top_ids.to(torch.int64)).to(torch.float32)
 
     @abstractmethod

@@ -18,6 +18,8 @@ from v2_requests import counters, generate, prompts, sampling, tokens, watch_par
 from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 
+from vllm_ext.engine.v2.model_speculator import ModelSpeculator
+
 pytestmark = pytest.mark.v2
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 
@@ -67,14 +69,16 @@ def test_mixed_requests_in_one_batch(
 
 
 def test_texts_of_digits(v2_plain: Any, v2_either: Any) -> None:
-    """Whatever the method: so little may come that some of it is drafted, copied from a prompt or a corpus too."""
+    """So little may come that some of it is found, in a prompt or a corpus too; a model thinks other tokens likely."""
     digits = v2_plain.get_tokenizer().encode("123", add_special_tokens=False)
     texts = [random.Random(seed).choices(digits, k=40) for seed in range(4)]
     kinds = [sampling(temperature=t, seed=6, allowed_token_ids=digits) for t in (0, 0.5, 1, 2)]
     before = counters(v2_either)["spec_accepted_tokens"]
     expected = tokens(generate(v2_plain, texts, kinds))
     assert_same_outputs(expected, tokens(generate(v2_either, texts, kinds)))
-    assert counters(v2_either)["spec_accepted_tokens"] > before + 5
+    speculator = v2_either.llm_engine.model_executor.driver_worker.worker.model_runner.speculator
+    if not isinstance(speculator, ModelSpeculator):
+        assert counters(v2_either)["spec_accepted_tokens"] > before + 5
 
 
 @pytest.mark.quick

@@ -10,10 +10,15 @@ import llvmlite.binding
 import numba
 import numpy as np
 from numba import types
+from numba.extending import intrinsic
 
 from vllm_ext.kernels import backends
 from vllm_ext.kernels.numba_vectors import (
+    FLOATS,
     LANES,
+    VECTOR,
+    constant_vector,
+    emit_exp2,
     exp2_of_difference,
     largest_lane,
     load_vector,
@@ -30,6 +35,8 @@ from vllm_ext.kernels.numba_vectors import (
 TILE_ROWS, TILE_VECTORS = 6, 4 if llvmlite.binding.get_host_cpu_features().get("avx512f") else 1
 TILE_WIDTH = TILE_VECTORS * LANES
 LOG2_E = 1.4426950408889634
+# tanh(x) / x by powers of x ** 2, the highest first.
+TANH = (-1382 / 155925, 62 / 2835, -17 / 315, 2 / 15, -1 / 3, 1.0)
 
 
 @numba.njit(error_model="numpy")  # type: ignore[untyped-decorator]
@@ -70,6 +77,31 @@ def matrix_product(
                     multiply_tile(2, 1, a, x, lda, b, y, ldb, step, c, z, ldc, inner, add)
                 row += 2
         column += TILE_WIDTH if whole else LANES
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def soft_capped(typing: Any, scores: Any, cap: Any) -> Any:
+    """``cap * tanh(scores / cap)``, lane by lane, to 1e-7 of the result; of NaN it may be anything."""
+
+    def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        scores, cap = arguments
+        x = builder.fdiv(scores, cap)
+        # By its series where 1 - exp(-2 x) would lose digits.
+        square = builder.fmul(x, x)
+        series = constant_vector(FLOATS, TANH[0])
+        for coefficient in TANH[1:]:
+            series = builder.fadd(builder.fmul(series, square), constant_vector(FLOATS, coefficient))
+        small = builder.fcmp_ordered("<", square, constant_vector(FLOATS, 0.09))
+        negative = builder.fcmp_ordered("<", x, constant_vector(FLOATS, 0.0))
+        size = builder.select(negative, builder.fneg(x), x)
+        zero, one = constant_vector(FLOATS, 0.0), constant_vector(FLOATS, 1.0)
+        exponent = builder.fmul(size, constant_vector(FLOATS, -2.0 * LOG2_E))
+        power = emit_exp2(builder, exponent, zero)
+        far = builder.fdiv(builder.fsub(one, power), builder.fadd(one, power))
+        far = builder.select(negative, builder.fneg(far), far)
+        return builder.fmul(cap, builder.select(small, builder.fmul(x, series), far))
+
+    return VECTOR(VECTOR, VECTOR), emit
 
 
 @numba.njit(error_model="numpy")  # type: ignore[untyped-decorator]

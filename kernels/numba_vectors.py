@@ -245,30 +245,34 @@ def sum_of_lanes(typing: Any, vector: Any) -> Any:
     )
 
 
+def emit_exp2(builder: Any, a: Any, b: Any) -> Any:
+    """See `exp2_of_difference`."""
+
+    def multiply_add(x: Any, y: Any, z: Any) -> Any:
+        return builder.fadd(builder.fmul(x, y, flags=("contract",)), z, flags=("contract",))
+
+    x = builder.fsub(a, b)
+    low = builder.fcmp_ordered("<", x, constant_vector(FLOATS, -125.0))
+    x = builder.select(low, constant_vector(FLOATS, -125.0), x)
+    # Beside 1.5 * 2**23 a float has no room for a fraction: the sum rounds x, and its lowest bits are the
+    # integer, which moves into the exponent as it is.
+    magic = constant_vector(FLOATS, 12582912.0)
+    rounded = builder.fadd(x, magic)
+    fraction = builder.fsub(x, builder.fsub(rounded, magic))
+    power = constant_vector(FLOATS, EXP2[0])
+    for coefficient in EXP2[1:]:
+        power = multiply_add(power, fraction, constant_vector(FLOATS, coefficient))
+    exponent = builder.shl(builder.bitcast(rounded, INTS), constant_vector(INTS, 23))
+    power = builder.bitcast(builder.add(builder.bitcast(power, INTS), exponent), FLOATS)
+    return builder.select(low, constant_vector(FLOATS, 0.0), power)
+
+
 @intrinsic  # type: ignore[untyped-decorator]
 def exp2_of_difference(typing: Any, a: Any, b: Any) -> Any:
     """``2 ** (a - b)`` for a <= b, to 1e-7; 0 below 2**-125, which no sum beside a 1 can tell."""
-
-    def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        def multiply_add(x: Any, y: Any, z: Any) -> Any:
-            return builder.fadd(builder.fmul(x, y, flags=("contract",)), z, flags=("contract",))
-
-        x = builder.fsub(*arguments)
-        low = builder.fcmp_ordered("<", x, constant_vector(FLOATS, -125.0))
-        x = builder.select(low, constant_vector(FLOATS, -125.0), x)
-        # Beside 1.5 * 2**23 a float has no room for a fraction: the sum rounds x, and its lowest bits are the
-        # integer, which moves into the exponent as it is.
-        magic = constant_vector(FLOATS, 12582912.0)
-        rounded = builder.fadd(x, magic)
-        fraction = builder.fsub(x, builder.fsub(rounded, magic))
-        power = constant_vector(FLOATS, EXP2[0])
-        for coefficient in EXP2[1:]:
-            power = multiply_add(power, fraction, constant_vector(FLOATS, coefficient))
-        exponent = builder.shl(builder.bitcast(rounded, INTS), constant_vector(INTS, 23))
-        power = builder.bitcast(builder.add(builder.bitcast(power, INTS), exponent), FLOATS)
-        return builder.select(low, constant_vector(FLOATS, 0.0), power)
-
-    return VECTOR(VECTOR, VECTOR), emit
+    return VECTOR(VECTOR, VECTOR), lambda context, builder, signature, arguments: emit_exp2(
+        builder, *arguments
+    )
 
 
 @intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]

@@ -2,15 +2,16 @@
 """Attention of draft-tree rows over a paged KV cache.
 
 Row j of a request has its key and value at flat index ``context_len + j`` of the request's blocks. It attends to
-the ``context_len`` tokens before the tree, to its ancestors and to itself. A tree that grows from one forward pass to
-the next has rows that were computed before: only the others have queries.
+the ``context_len`` tokens before the tree, to its ancestors and to itself; of these, with a sliding window, to the
+last ones by position in the text, which is ``context_len`` plus the row's depth. A tree that grows from one forward
+pass to the next has rows that were computed before: only the others have queries.
 """
 
 from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -87,6 +88,12 @@ class TreeRows:
         return masks.ancestor_bits(self.parents, self.row_start)
 
     @functools.cached_property
+    def depths(self) -> torch.Tensor:
+        """int32 ``[sum(num_rows)]``: of each row, how many ancestors it has. Made on the device."""
+        bit = torch.arange(32, dtype=torch.int32, device=self.parents.device)
+        return ((self.ancestor_bits[..., None] >> bit) & 1).sum((1, 2), dtype=torch.int32) - 1
+
+    @functools.cached_property
     def prepared(self) -> dict[Any, Any]:
         """By the form of the other tensors, which were looked at: what is kept from layer to layer."""
         return {}
@@ -97,6 +104,29 @@ class TreeRows:
         return torch.nn.functional.pad(self.num_rows.cumsum(0, dtype=torch.int32), (1, 0))
 
 
+class Scoring(NamedTuple):
+    """How a layer's scores become weights, besides their factor.
+
+    Args:
+        window: tokens that a row sees, itself included; 0: all. Blocks that no row sees are not read.
+        soft_cap: a score s becomes ``soft_cap * tanh(s / soft_cap)``; 0: it stays.
+        sinks: float32 ``[num_heads]``, contiguous, on query's device: of each head a score that has a weight and no
+            value; None: there are none.
+    """
+
+    window: int = 0
+    soft_cap: float = 0.0
+    sinks: torch.Tensor | None = None
+
+    @property
+    def kind(self) -> tuple[int, bool, bool]:
+        """What a launch depends on."""
+        return self.window, self.soft_cap > 0.0, self.sinks is not None
+
+
+PLAIN = Scoring()
+
+
 def tree_attention(
     query: torch.Tensor,
     key_cache: torch.Tensor,
@@ -105,6 +135,7 @@ def tree_attention(
     trees: TreeRows,
     scale: float,
     backend: Backend = "auto",
+    scoring: Scoring = PLAIN,
 ) -> None:
     """Softmax attention of tree rows, in float32 inside.
 
@@ -119,19 +150,26 @@ def tree_attention(
         scale: factor of the scores.
         backend: "auto" takes numba on the CPU, triton on CUDA and torch elsewhere. "triton" takes a head_size of
             MAX_HEAD_SIZE at most.
+        scoring: the layer's.
 
     Raises:
-        ValueError: shapes, dtypes, strides or devices that do not fit.
+        ValueError: shapes, dtypes, strides or devices that do not fit, or ``scoring`` is no layer's.
     """
     # Layers differ in addresses alone: what depends on all else is done for the first.
     tensors = (query, key_cache, value_cache, output)
-    kind = backend, query.device, *[(tensor.dtype, tensor.shape, tensor.stride()) for tensor in tensors]
+    kind = (
+        backend,
+        query.device,
+        scoring.kind,
+        *[(tensor.dtype, tensor.shape, tensor.stride()) for tensor in tensors],
+    )
     found = trees.prepared.get(kind)
     if found is None:
         validate(query, key_cache, value_cache, output, trees)
+        _validate_scoring(scoring, query)
         found = trees.prepared[kind] = _form(backends.choose(backend, query)), {}
     form, kept = found
-    form(query, key_cache, value_cache, output, trees, scale, kept)
+    form(query, key_cache, value_cache, output, trees, scale, kept, scoring=scoring)
 
 
 def _form(backend: Backend) -> Any:
@@ -148,7 +186,23 @@ def _form(backend: Backend) -> Any:
         case _:
             from vllm_ext.kernels.tree_attention_ref import tree_attention_ref
 
-            return lambda *arguments: tree_attention_ref(*arguments[:-1])  # which keeps nothing
+            return tree_attention_ref
+
+
+def _validate_scoring(scoring: Scoring, query: torch.Tensor) -> None:
+    window, soft_cap, sinks = scoring
+    if window < 0 or not 0.0 <= soft_cap < float("inf"):
+        raise ValueError(f"window={window}, soft_cap={soft_cap} must be at least 0, and finite; 0: none")
+    if sinks is not None and (
+        sinks.dtype != torch.float32
+        or sinks.shape != query.shape[1:2]
+        or sinks.device != query.device
+        or not sinks.is_contiguous()
+    ):
+        raise ValueError(
+            f"sinks: {sinks.dtype} {tuple(sinks.shape)} on {sinks.device} must be contiguous float32 "
+            f"[num_heads={query.shape[1]}] on query's device; pass sinks.float().contiguous()"
+        )
 
 
 def validate(

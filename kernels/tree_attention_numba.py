@@ -26,6 +26,7 @@ from vllm_ext.kernels.attention_parts_numba import (
     online_softmax,
     round_up,
     run_in_threads,
+    soft_capped,
 )
 from vllm_ext.kernels.kv_layouts import sizes
 from vllm_ext.kernels.numba_vectors import (
@@ -39,8 +40,9 @@ from vllm_ext.kernels.numba_vectors import (
     vector_min,
     vector_multiply,
 )
-from vllm_ext.kernels.tree_attention import TreeRows
+from vllm_ext.kernels.tree_attention import PLAIN, Scoring, TreeRows
 
+LEAST = np.float32(-1e30)  # below any score, above that of a token that is hidden
 CHUNK = 256  # tokens between two steps of the online softmax, rounded up to whole blocks
 WIDE_ROWS = 96  # rows of a task: their scores of a chunk stay in the second-level cache
 WIDE_ROWS_THREADED = 24  # smaller, so that one request's few KV heads keep several threads busy
@@ -61,8 +63,9 @@ class _Arguments(ctypes.Structure):
             *("block_table", "max_blocks", "first_row", "num_rows", "num_past", "context_len", "parents"),
             "num_requests",
             "wide_rows",
+            *("window", "sinks"),
         )
-    ] + [("scale", ctypes.c_double)]
+    ] + [("scale", ctypes.c_double), ("soft_cap", ctypes.c_double)]
 
 
 def tree_attention_numba(
@@ -73,12 +76,14 @@ def tree_attention_numba(
     trees: TreeRows,
     scale: float,
     prepared: dict[str, Any],
+    scoring: Scoring = PLAIN,
 ) -> None:
     """See `vllm_ext.kernels.tree_attention.tree_attention`, which validates all but the layout.
 
     Args:
         query: and the others as there.
         prepared: empty, or from a call with the same trees and tensors of the same form.
+        scoring: as there.
 
     Raises:
         ValueError: the caches' strides are not those of `vec_layout` or, in bfloat16, `amx_layout`, or ``head_size`` or
@@ -96,7 +101,9 @@ def tree_attention_numba(
     arguments.next_task = 0
     arguments.query, arguments.output = query.data_ptr(), output.data_ptr()
     arguments.keys, arguments.values = key_cache.data_ptr(), value_cache.data_ptr()
-    arguments.scale = scale * LOG2_E
+    arguments.scale, arguments.soft_cap = scale * LOG2_E, scoring.soft_cap * LOG2_E
+    arguments.window = scoring.window
+    arguments.sinks = 0 if scoring.sinks is None else scoring.sinks.data_ptr()
     run_in_threads(run, arguments, threads)
 
 
@@ -108,7 +115,7 @@ def _arguments(
     trees: TreeRows,
     threads: int,
 ) -> _Arguments:
-    """All but the addresses of the first four and the scale."""
+    """All but the addresses of the first four, the scale and the layer's scoring."""
     num_kv_heads, block_size, head_size = sizes(key_cache)
     key_strides, value_strides = key_cache.stride(), value_cache.stride()
     if key_cache.dim() == 6:
@@ -207,6 +214,11 @@ def _attend(pointer: Any, dtype: Any, cache_dtype: Any) -> None:
     total = np.empty(padded * line, np.float32)
     hide_stride = most + 2 * LANES
     hide = np.empty((min(padded, most) + 1) * hide_stride, np.float32)
+    window = args.window if args.window > 0 else np.int64(1) << 40
+    edges = np.empty(min(padded, most) + 1, np.int64)  # the first token that a tree row sees
+    has_sinks, caps = args.sinks != 0, args.soft_cap > 0.0
+    sinks = numba.carray(pointer_to(args.sinks, np.float32), args.num_kv_heads * group)
+    cap = splat(np.float32(args.soft_cap))
 
     mine = fetch_add_one(pointer)
     task = 0
@@ -232,18 +244,27 @@ def _attend(pointer: Any, dtype: Any, cache_dtype: Any) -> None:
                     at += (head * group + g) * args.query_head_stride
                     for d in range(0, head_size, LANES):
                         store_vector(q, m * head_size + d, vector_multiply(load_vector(query, at + d), scale))
-                best[: count * LANES] = np.float32(-np.inf)
+                best[: count * LANES] = LEAST
                 total[: even * line] = np.float32(0.0)
+                if has_sinks:
+                    for m in range(count):
+                        sink = sinks[head * group + (begin + m) % group]
+                        best[m * LANES : (m + 1) * LANES] = np.float32(sink * LOG2_E)
+                        total[m * line + head_size] = np.float32(1.0)
                 # What each tree row may see of the others, as an upper bound of the score.
                 hide[: (high - low + 1) * hide_stride] = np.float32(-np.inf)
                 for r in range(low, high + 1):
-                    ancestor = np.int64(r)
+                    ancestor, seen = np.int64(r), 0
                     while ancestor >= 0:
-                        hide[(r - low) * hide_stride + ancestor] = np.float32(np.inf)
-                        ancestor = np.int64(parents[start + ancestor])
+                        if seen < window:
+                            hide[(r - low) * hide_stride + ancestor] = np.float32(np.inf)
+                        ancestor, seen = np.int64(parents[start + ancestor]), seen + 1
+                    edges[r - low] = context + seen - window
 
                 length: Any = context + high + 1  # later rows are nobody's ancestors here
-                for first in range(0, length, chunk):
+                # No row sees what the root does not.
+                seen_from: Any = max(context + 1 - window, 0) // block_size * block_size
+                for first in range(seen_from, length, chunk):
                     width = min(chunk, length - first)
                     for offset in range(0, width, block_size):
                         block = np.int64(block_table[table + (first + offset) // block_size])
@@ -268,12 +289,18 @@ def _attend(pointer: Any, dtype: Any, cache_dtype: Any) -> None:
                     )  # the tree's first column, if there is one in this chunk
                     width_used: Any = round_up(width, LANES)
                     for m in range(count):
+                        if caps:
+                            for t in range(m * stride, m * stride + width_used, LANES):
+                                store_vector(scores, t, soft_capped(load_vector(scores, t), cap))
                         bound = ((begin + m) // group - low) * hide_stride + first - context
                         for t in range(tree, width_used, LANES):
                             at = m * stride + t
                             store_vector(
                                 scores, at, vector_min(load_vector(scores, at), load_vector(hide, bound + t))
                             )
+                        hidden = min(edges[(begin + m) // group - low] - first, tree, width_used)
+                        for t in range(m * stride, m * stride + hidden):
+                            scores[t] = np.float32(-np.inf)
                         online_softmax(scores, m * stride, width_used, best, m, total, m * line, head_size)
                     for offset in range(0, width, block_size):
                         block = np.int64(block_table[table + (first + offset) // block_size])

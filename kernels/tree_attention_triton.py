@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 
 from vllm_ext.kernels.ancestor_bits import MAX_ROWS, WORDS
-from vllm_ext.kernels.tree_attention import MAX_HEAD_SIZE, TreeRows
+from vllm_ext.kernels.tree_attention import MAX_HEAD_SIZE, PLAIN, Scoring, TreeRows
 
 LEAST_ROWS = 16  # of a tile: the least tl.dot takes
 WIDE_ROWS = 128  # of a tile that may be asked for: a group of 4 heads with up to 32 rows of a tree reads its keys once
@@ -52,6 +52,7 @@ def plan(
     wide: bool,
     cores: int,
     tile: int | None = None,
+    window: int = 0,
 ) -> Launch:
     """The launch for these trees. Tiles and steps are as large as registers hold, see `scripts/compile_kernels.py`.
 
@@ -64,6 +65,7 @@ def plan(
         wide: operands have 32 bits.
         cores: streaming multiprocessors of the device.
         tile: most rows of a tile, a power of two from LEAST_ROWS to WIDE_ROWS; None: 64, and fewer of large heads.
+        window: see `Scoring`.
     """
     requests, max_blocks = trees.block_table.shape
     packed = min(len(trees.parents), trees.max_rows) * (num_heads // num_kv_heads)
@@ -74,7 +76,10 @@ def plan(
     warps = 8 if wide or size == 2 or rows >= 64 else 4
     tiles = triton.cdiv(packed, rows)
     without = requests * num_kv_heads * tiles
-    longest = triton.cdiv(max_blocks * block_size, LEAST_KEYS)
+    longest = max_blocks * block_size
+    if window:
+        longest = min(longest, window + trees.max_rows)
+    longest = triton.cdiv(longest, LEAST_KEYS)
     splits = max(1, min(cores * PROGRAMS_PER_CORE // max(without, 1), longest, MOST_SPLITS))
     return Launch(rows, tiles, splits, keys, warps)
 
@@ -89,6 +94,7 @@ def tree_attention_triton(
     prepared: dict[str, Any],
     splits: int | None = None,
     tile: int | None = None,
+    scoring: Scoring = PLAIN,
 ) -> None:
     """See `vllm_ext.kernels.tree_attention.tree_attention`, which validates all but the layout.
 
@@ -99,16 +105,19 @@ def tree_attention_triton(
         output: see there.
         trees: see there.
         scale: see there.
-        prepared: kept from layer to layer.
+        prepared: kept from layer to layer, of one kind of scoring.
         splits: shares of each request's keys, MOST_SPLITS at most; None: as many as the device has use for.
         tile: see `plan`; looked at when ``prepared`` is empty.
+        scoring: see there.
 
     Raises:
         ValueError: the caches have not four dimensions, a head is larger than MAX_HEAD_SIZE, or a request may have
             more than MAX_ROWS rows.
     """
     _check(key_cache, trees)
-    launch, arguments, constants = _prepare(query, key_cache, value_cache, output, trees, prepared, tile)
+    launch, arguments, constants = _prepare(
+        query, key_cache, value_cache, output, trees, prepared, tile, scoring
+    )
     requests, num_kv_heads = len(trees.num_rows), key_cache.shape[1]
     if requests == 0 or len(trees.parents) == 0:
         return
@@ -133,6 +142,7 @@ def tree_attention_triton(
             parts,
             logs,
             splits,
+            *_of_layer(scoring, trees, query),
             SPLIT=splits > 1,
             CONTEXT=True,
             **constants,
@@ -193,10 +203,18 @@ def attend_nodes_triton(
             context_output.stride(1),
             context_lse.stride(0),
             *(query, query, 1),
+            *_of_layer(PLAIN, trees, query),
             SPLIT=False,
             CONTEXT=False,
             **constants,
         )
+
+
+def _of_layer(scoring: Scoring, trees: TreeRows, unused: torch.Tensor) -> tuple[Any, ...]:
+    """The kernel's arguments of a layer's scoring."""
+    depths = trees.depths if scoring.window else unused
+    sinks = unused if scoring.sinks is None else scoring.sinks
+    return scoring.window, scoring.soft_cap * LOG2_E, depths, sinks
 
 
 def _check(key_cache: torch.Tensor, trees: TreeRows) -> None:
@@ -224,6 +242,7 @@ def _prepare(
     trees: TreeRows,
     prepared: dict[str, Any],
     tile: int | None = None,
+    scoring: Scoring = PLAIN,
 ) -> tuple[Launch, tuple[Any, ...], dict[str, Any]]:
     """The launch, and of the kernel's arguments those that all layers of this form share."""
     if not prepared:
@@ -231,7 +250,9 @@ def _prepare(
         num_kv_heads, block_size = key_cache.shape[1:3]
         wide = query.dtype == torch.float32
         cores = _cores(query.device)
-        launch = plan(trees, num_heads, num_kv_heads, head_size, block_size, wide, cores, tile)
+        launch = plan(
+            trees, num_heads, num_kv_heads, head_size, block_size, wide, cores, tile, scoring.window
+        )
         prepared["launch"] = launch
         prepared["arguments"] = (
             trees.block_table,
@@ -257,6 +278,9 @@ def _prepare(
             "KEYS": launch.keys,
             "LEAST": LEAST_KEYS,
             "WORDS": WORDS,
+            "WINDOW": scoring.window > 0,
+            "CAP": scoring.soft_cap > 0.0,
+            "SINKS": scoring.sinks is not None,
             "BLOCK": block_size,  # a power of two is a shift for each key, and no division
             # Tensor cores take 16-bit operands as they are; the interpreter multiplies bfloat16's bits.
             "WIDE": wide or os.environ.get("TRITON_INTERPRET") == "1",
@@ -284,7 +308,7 @@ def _room(device: torch.device, head: int, rows: int) -> tuple[torch.Tensor, tor
     return parts, torch.empty(size, dtype=torch.float32, device=device)
 
 
-@triton.jit(do_not_specialize=["splits"])
+@triton.jit(do_not_specialize=["splits", "window"])
 def _attend(
     query,
     keys,
@@ -320,12 +344,19 @@ def _attend(
     parts,  # float32 [programs, ROWS, HEAD], written to if SPLIT
     logs,  # float32 [programs, ROWS]
     splits,
+    window,
+    soft_cap,  # times LOG2_E, like the scores
+    depths,  # int32 [rows], read if WINDOW
+    sinks,  # float32 [heads], read if SINKS
     GROUP: tl.constexpr,
     HEAD: tl.constexpr,
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
     LEAST: tl.constexpr,
     WORDS: tl.constexpr,
+    WINDOW: tl.constexpr,
+    CAP: tl.constexpr,
+    SINKS: tl.constexpr,
     BLOCK: tl.constexpr,
     WIDE: tl.constexpr,
     SPLIT: tl.constexpr,
@@ -342,10 +373,14 @@ def _attend(
     context = tl.load(context_len + request)
     length = context + rows
     if CONTEXT:
-        share = tl.cdiv(length, splits)
+        seen_from = 0
+        if WINDOW:
+            # No row sees what the root does not. From a multiple on, so that steps end where shares do.
+            seen_from = tl.maximum(context + 1 - window, 0) // KEYS * KEYS
+        share = tl.cdiv(length - seen_from, splits)
         if SPLIT:
             share = tl.maximum(tl.cdiv(share, KEYS) * KEYS, LEAST)
-        begin = split * share
+        begin = seen_from + split * share
         end = tl.minimum(begin + share, length)
     else:
         begin = context
@@ -373,6 +408,12 @@ def _attend(
         best = tl.full([ROWS], float("-inf"), tl.float32)
         weight = tl.zeros([ROWS], tl.float32)
         total = tl.zeros([ROWS, HEAD], tl.float32)
+        if SINKS:
+            own = real & (row + split == row)  # of one share
+            best = tl.load(sinks + head_of, mask=own, other=float("-inf")) * 1.4426950408889634
+            weight = tl.where(own, 1.0, 0.0)
+        if WINDOW:
+            depth = tl.load(depths + flat, mask=real, other=0)
     else:
         # Where there is no context, what came out of attention over it may be anything.
         known = tl.where(real, context, 0) > 0
@@ -401,6 +442,15 @@ def _attend(
             scores = tl.dot(q.to(tl.float32), k.to(tl.float32), input_precision="ieee") * scale
         else:
             scores = tl.dot(q, k) * scale
+        if CAP:
+            # 1 - 2 / (1 + exp(2 x)): right at both ends.
+            power = tl.exp2(tl.minimum(scores / soft_cap * (2.0 * 1.4426950408889634), 126.0))
+            scores = soft_cap - 2.0 * soft_cap / (1.0 + power)
+        if WINDOW:
+            last = context + depth - window  # that is hidden
+            scores = tl.where(
+                (token[None, :] > last[:, None]) | (token >= context)[None, :], scores, float("-inf")
+            )
         if start + KEYS > context:
             node = tl.maximum(token - context, 0)
             word = tl.load(
@@ -409,6 +459,11 @@ def _attend(
                 other=0,
             )
             visible = (token < context)[None, :] | (((word >> (node % 32)[None, :]) & 1) != 0)
+            if WINDOW:
+                first = tl.load(row_start + request).to(tl.int64)
+                at_depth = tl.load(depths + first + node, mask=(token >= context) & there, other=0)
+                near = depth[:, None] - at_depth[None, :] < window
+                visible = visible & ((token < context)[None, :] | near)
             scores = tl.where(visible & there[None, :], scores, float("-inf"))
         top = tl.maximum(best, tl.max(scores, 1))
         # All keys so far may be hidden from a row: other branches.

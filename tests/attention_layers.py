@@ -54,6 +54,7 @@ def group(backend: Any = TreeTritonAttentionBackend, builder: Any = None, **fiel
 def config(of_model: dict[str, Any] | None = None, **layers: Any) -> SimpleNamespace:
     """The engine's configuration with these layers."""
     return SimpleNamespace(
+        num_speculative_tokens=8,
         model_config=SimpleNamespace(**{"rswa_window": None, **(of_model or {})}),
         compilation_config=SimpleNamespace(static_forward_context=layers),
     )

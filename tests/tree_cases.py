@@ -13,7 +13,7 @@ import torch
 
 from vllm_ext.kernels.backends import Backend
 from vllm_ext.kernels.kv_layouts import amx_layout, in_order, sizes, token, vec_layout
-from vllm_ext.kernels.tree_attention import TreeRows, tree_attention
+from vllm_ext.kernels.tree_attention import PLAIN, Scoring, TreeRows, tree_attention
 
 IN_INTERPRETER = os.environ.get("TRITON_INTERPRET") == "1"
 BLOCK_SIZE = 16 if IN_INTERPRETER else 32
@@ -43,6 +43,7 @@ class Case:
     values: torch.Tensor
     trees: TreeRows
     scale: float
+    scoring: Scoring = PLAIN
 
     def run(self, backend: Backend) -> torch.Tensor:
         """The output, SENTINEL where nothing was written."""
@@ -51,9 +52,11 @@ class Case:
         output = torch.full_like(query, SENTINEL)
         # Not copied, so that what is prepared for it is used again.
         trees = self.trees if device == "cpu" else each(self.trees, lambda tensor: tensor.to(device))
-        tree_attention(
-            query, move(self.keys, device), move(self.values, device), output, trees, self.scale, backend
-        )
+        scoring = self.scoring
+        if scoring.sinks is not None:
+            scoring = scoring._replace(sinks=scoring.sinks.to(device))
+        caches = move(self.keys, device), move(self.values, device)
+        tree_attention(query, *caches, output, trees, self.scale, backend, scoring)
         return output.cpu()
 
 
@@ -164,17 +167,28 @@ def dense(case: Case) -> torch.Tensor:
         context, past = int(case.trees.context_len[request]), int(case.trees.num_past[request])
         first = int(case.trees.first_row[request]) - past
         for row in range(past, rows):
-            path, seen = row, list(range(context))
+            path, seen, places = row, list(range(context)), list(range(context))
+            nodes = []
             while path != -1:
-                seen.append(context + path)
+                nodes.append(context + path)
                 path = parents[path]
+            seen += nodes
+            places += [context + len(nodes) - 1 - above for above in range(len(nodes))]
+            if case.scoring.window:
+                first_seen = context + len(nodes) - case.scoring.window
+                seen = [token for token, place in zip(seen, places, strict=True) if place >= first_seen]
             slots = [(int(case.trees.block_table[request, t // block_size]), t % block_size) for t in seen]
             blocks, offsets = (torch.tensor(column) for column in zip(*slots, strict=True))
             for head in range(case.query.shape[1]):
                 keys = all_keys[blocks, head // group, offsets].double()
                 values = all_values[blocks, head // group, offsets].double()
-                weights = torch.exp(keys @ case.query[first + row, head].double() * case.scale)
-                output[first + row, head] = weights @ values / weights.sum()
+                scores = keys @ case.query[first + row, head].double() * case.scale
+                if case.scoring.soft_cap:
+                    scores = case.scoring.soft_cap * torch.tanh(scores / case.scoring.soft_cap)
+                weights, sink = torch.exp(scores), 0.0
+                if case.scoring.sinks is not None:
+                    sink = float(case.scoring.sinks[head].double().exp())
+                output[first + row, head] = weights @ values / (weights.sum() + sink)
     return output
 
 

@@ -59,6 +59,12 @@ def test_a_plain_decoder_layer_takes_trees(backend: Any) -> None:
     assert problem_of(layer(backend, sliding_window=(-1, -1))) is None
     padded = replace(SPEC, block_size=32, page_size_padded=1 << 20, max_tp_shards=2)
     assert problem_of(layer(backend, padded)) is None
+    for window in (9, (8, 0)):
+        windowed = SlidingWindowSpec(**SIZES, sliding_window=9)
+        assert problem_of(layer(backend, windowed, sliding_window=window)) is None
+        kept_alike = replace(SPEC, sliding_window=9)
+        assert problem_of(layer(backend, kept_alike, sliding_window=window)) is None
+    assert problem_of(layer(backend, logits_soft_cap=30.0, sinks=torch.zeros(4))) is None
     both = config(a=layer(backend), b=layer(backend))
     assert tree_layers.model_problem(both, [[group(backend)]]) is None
 
@@ -92,11 +98,9 @@ def test_what_vllm_derives_from_a_backend_drafts_chains(backend: Any) -> None:
 @pytest.mark.parametrize(
     ("changed", "reason"),
     [
-        (layer(sliding_window=4096), "sliding window"),
-        (layer(sliding_window=(4095, 0)), "sliding window"),
+        (layer(sliding_window=8), "sliding window of 8 tokens is smaller than a tree of 9 rows"),
+        (layer(sliding_window=(7, 0)), "sliding window of 8 tokens"),
         (layer(alibi_slopes=[0.5]), "ALiBi"),
-        (layer(logits_soft_cap=30.0), "soft-cap"),
-        (layer(sinks=[0.0]), "sinks"),
         (layer(kv_cache_dtype="fp8"), "quantised KV cache"),
         (layer(attn_type="encoder_only", spec=None), "not a decoder's"),
         (layer(use_mm_prefix=True), "both ways over images"),
@@ -107,13 +111,15 @@ def test_what_vllm_derives_from_a_backend_drafts_chains(backend: Any) -> None:
         (layer(impl=TritonAttentionImpl), "implementation TritonAttentionImpl is not TreeTriton"),
         (layer(spec=RSWASpec(**SIZES, rswa_window=64)), "RSWASpec"),
         (layer(spec=SinkFullAttentionSpec(**SIZES, sink_len=64)), "SinkFullAttentionSpec"),
-        (layer(spec=SlidingWindowSpec(**SIZES, sliding_window=64)), "SlidingWindowSpec"),
+        (
+            layer(spec=SlidingWindowSpec(**SIZES, sliding_window=64, extra_retained_tokens=3)),
+            "extra_retained_tokens=3",
+        ),
         (
             layer(spec=ChunkedLocalAttentionSpec(**SIZES, attention_chunk_size=64)),
             "ChunkedLocalAttentionSpec",
         ),
         # What vLLM makes of the two above where it keeps all layers' blocks alike.
-        (layer(spec=replace(SPEC, sliding_window=64)), "FullAttentionSpec with sliding_window=64"),
         (layer(spec=replace(SPEC, attention_chunk_size=64)), "attention_chunk_size=64"),
         (layer(spec=replace(SPEC, head_size_v=32)), "head_size_v=32"),
         (layer(spec=replace(SPEC, tokens_per_state=2)), "tokens_per_state=2"),

@@ -41,7 +41,7 @@ from tree_cases import (
 
 from vllm_ext.kernels.backends import Backend
 from vllm_ext.kernels.kv_layouts import amx_layout, in_order, tokens_at, vec_layout
-from vllm_ext.kernels.tree_attention import TreeRows, tree_attention
+from vllm_ext.kernels.tree_attention import Scoring, TreeRows, tree_attention
 
 IN_INTERPRETER = os.environ.get("TREE_ATTENTION_TEST_BACKEND") == "triton"
 BACKENDS: list[Backend] = ["numba"]
@@ -120,6 +120,63 @@ def test_rows_that_were_computed_before(past: list[int], backend: Backend) -> No
 def test_the_reference_is_the_definition_with_rows_computed_before() -> None:
     case = make([(60, binary(16)), (5, [-1, -1, 1])], past=[9, 1])
     torch.testing.assert_close(case.run("torch").double(), dense(case), atol=2e-6, rtol=2e-6)
+
+
+SCORINGS = {
+    **{f"window {window}": Scoring(window) for window in (1, 2, 5, 17, 40, 300)},
+    "cap": Scoring(soft_cap=3.0),
+    "small cap": Scoring(soft_cap=0.05),
+    "sinks": Scoring(sinks=torch.tensor([0.5, -2.0, 6.0, -40.0, 1.0, 0.0])),
+    "all": Scoring(20, 5.0, torch.tensor([1.0, 2.0, -1.0, 0.0, 3.0, 30.0])),
+}
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", SCORINGS)
+def test_windows_caps_and_sinks(name: str, backend: Backend) -> None:
+    """Found: windows by slot, where siblings have one place in the text, and blocks that vLLM has freed."""
+    trees = [*MIXED, (400, chain(30)), (70, random_tree(40, seed=3))]
+    for past in (None, [15, 0, 3, 1, 11, 29, 20]):
+        case = replace(make(trees, heads=(6, 2), past=past), scoring=SCORINGS[name])
+        for request, (context, _) in enumerate(trees):
+            # vLLM's null block, of any content.
+            gone = max(0, context + 1 - (case.scoring.window or 10**6)) // case.keys.shape[2]
+            case.trees.block_table[request, :gone] = len(case.keys) - 1
+        wanted = dense(case)
+        torch.testing.assert_close(case.run("torch").double(), wanted, atol=2e-6, rtol=2e-6)
+        check(case, backend)
+        assert (case.run(backend).double() - wanted).abs().max() < 4e-6
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("layout", "dtype"), LAYOUTS[1:], ids=str)
+def test_windows_of_16_bits(layout: str, dtype: torch.dtype, backend: Backend) -> None:
+    if backend == "triton" and layout == "amx":
+        pytest.skip("a CPU's layout")
+    check(replace(make(MIXED, dtype, heads=(6, 2), layout=layout), scoring=SCORINGS["all"]), backend)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_layers_with_and_without_a_window_share_the_trees(backend: Backend) -> None:
+    case = make(MIXED, heads=(6, 2))
+    for scoring in (Scoring(), Scoring(7), SCORINGS["sinks"], Scoring(9), Scoring(soft_cap=2.0), Scoring()):
+        got = replace(case, scoring=scoring).run(backend)
+        want = replace(case, trees=replace(case.trees), scoring=scoring).run("torch")
+        torch.testing.assert_close(got, want, **TOLERANCE[torch.float32])
+
+
+@pytest.mark.parametrize(
+    ("scoring", "message"),
+    [
+        (Scoring(-1), "window=-1"),
+        (Scoring(soft_cap=float("inf")), "soft_cap=inf"),
+        (Scoring(sinks=torch.zeros(2)), "sinks: torch.float32"),
+        (Scoring(sinks=torch.zeros(3, dtype=torch.bfloat16)), "sinks.float"),
+    ],
+)
+def test_scoring_that_is_no_layers(scoring: Scoring, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        replace(make(MIXED), scoring=scoring).run("torch")
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

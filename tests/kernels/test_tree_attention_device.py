@@ -44,7 +44,7 @@ from vllm_ext.kernels.ancestor_bits import MAX_ROWS, WORDS, ancestor_bits
 from vllm_ext.kernels.attend_nodes import attend_nodes
 from vllm_ext.kernels.attend_nodes_ref import attend_context_ref
 from vllm_ext.kernels.backends import Backend
-from vllm_ext.kernels.tree_attention import TreeRows, tree_attention
+from vllm_ext.kernels.tree_attention import Scoring, TreeRows, tree_attention
 
 IN_INTERPRETER = os.environ.get("TREE_DEVICE_TEST_BACKEND") == "triton"
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -75,6 +75,7 @@ def on_device(case: Case) -> Case:
         move(case.values, DEVICE),
         each(case.trees, lambda tensor: tensor.to(DEVICE)),
         case.scale,
+        case.scoring._replace(sinks=None if case.scoring.sinks is None else case.scoring.sinks.to(DEVICE)),
     )
 
 
@@ -84,7 +85,8 @@ def shared_out(case: Case, splits: int) -> torch.Tensor:
 
     there = on_device(case)
     output = torch.full_like(there.query, SENTINEL)
-    tree_attention_triton(there.query, there.keys, there.values, output, there.trees, there.scale, {}, splits)
+    tensors = (there.query, there.keys, there.values, output)
+    tree_attention_triton(*tensors, there.trees, there.scale, {}, splits, scoring=there.scoring)
     return output.cpu()
 
 
@@ -149,6 +151,17 @@ def close(got: torch.Tensor, want: torch.Tensor, dtype: torch.dtype, context_rou
 
 
 LONG = [(420, binary(40)), (0, [-1]), (129, chain(7)), (128, star(9)), (127, random_tree(12)), (1, [-1])]
+
+
+@device_only
+@pytest.mark.parametrize("window", [0, 1, 40, 200, 600])
+@pytest.mark.parametrize("splits", [2, 3, 7])
+def test_shares_of_windowed_layers_with_sinks(splits: int, window: int) -> None:
+    """A sink counts once, and shares begin where the window does."""
+    sinks = torch.tensor([1.0, 2.0, -1.0, 0.0, 3.0, 9.0])
+    case = make([(700, binary(9)), (0, chain(3)), (130, star(5))], heads=(6, 2))
+    case = replace(case, scoring=Scoring(window, 4.0, sinks))
+    torch.testing.assert_close(shared_out(case, splits), case.run("torch"), **TOLERANCE[torch.float32])
 
 
 @device_only

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import vllm.envs as envs
 from vllm.logger import init_logger
 from vllm.v1.attention.backend import AttentionType
-from vllm.v1.kv_cache_interface import FullAttentionSpec
+from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 
 logger = init_logger("vllm.vllm_ext")
 
@@ -24,6 +24,9 @@ WAY_OUT = "pass --attention-backend FLASH_ATTN or TRITON_ATTN for trees"
 FREE = {
     *("block_size", "num_kv_heads", "head_size", "dtype"),
     *("page_size_padded", "block_stride_alignment", "dcp_sharded", "max_tp_shards"),
+    # The tree kernels have it from the implementation. vLLM keeps the blocks of windows behind the text that is
+    # settled, where the tree's root stands; where it keeps all layers' blocks alike, it keeps all.
+    "sliding_window",
 }
 
 
@@ -179,10 +182,7 @@ def _layer_problem(layer: Any, vllm_config: Any) -> str | None:
             f"its implementation {type(impl).__name__} is not {parts.impl.__name__}, which has tree attention"
         )
     features: dict[str, Any] = {
-        "sliding window": getattr(impl, "sliding_window", None) not in (None, -1, (-1, -1)),
         "ALiBi": getattr(impl, "alibi_slopes", None) is not None,
-        "logits soft-cap": bool(getattr(impl, "logits_soft_cap", None)),
-        "attention sinks": getattr(impl, "sinks", None) is not None,
         "quantised KV cache": getattr(impl, "kv_cache_dtype", "auto") not in ("auto", "float16", "bfloat16"),
         "attention that is not a decoder's": impl.attn_type != AttentionType.DECODER,
         "attention both ways over images": bool(getattr(layer, "use_mm_prefix", False)),
@@ -194,7 +194,18 @@ def _layer_problem(layer: Any, vllm_config: Any) -> str | None:
         problem = impl.layout_problem(layer)
     if problem is not None:
         return f"{problem} is not supported by the tree attention kernel"
+    window, most_rows = window_of(impl), 1 + (vllm_config.num_speculative_tokens or 0)
+    if 0 < window < most_rows:
+        return f"its sliding window of {window} tokens is smaller than a tree of {most_rows} rows"
     return _spec_problem(layer.get_kv_cache_spec(vllm_config))
+
+
+def window_of(impl: Any) -> int:
+    """The tokens that a row of an attention implementation sees, itself included; 0: all."""
+    window = getattr(impl, "sliding_window", None)
+    if isinstance(window, tuple):  # how many before the row
+        window = window[0] + 1
+    return 0 if window is None else max(window, 0)
 
 
 def _of_unknown_backend(impl: Any, backend: type[Any]) -> str:
@@ -212,9 +223,12 @@ def _of_unknown_backend(impl: Any, backend: type[Any]) -> str:
 
 def _spec_problem(spec: Any) -> str | None:
     """What of a layer's or a group's KV cache spec is not plain causal attention's, or None."""
-    if type(spec) is not FullAttentionSpec:
-        return f"its KV cache has {type(spec).__name__}, where trees need FullAttentionSpec itself"
-    plain = FullAttentionSpec(**{name: getattr(spec, name) for name in FREE if hasattr(spec, name)})
+    if type(spec) not in (FullAttentionSpec, SlidingWindowSpec):
+        return (
+            f"its KV cache has {type(spec).__name__}, where trees need FullAttentionSpec or SlidingWindowSpec "
+            "itself"
+        )
+    plain = type(spec)(**{name: getattr(spec, name) for name in FREE if hasattr(spec, name)})
     for field in fields(spec):
         value = getattr(spec, field.name)
         if value != getattr(plain, field.name):

@@ -197,13 +197,14 @@ def test_trees_stay_out_of_graphs_and_chains_in_them(builder: Any, monkeypatch: 
 
     def support(*layers: Any) -> AttentionCGSupport:
         context = dict(enumerate((*layers, torch.nn.Linear(1, 1))))
-        config = SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context=context))
+        compilation = SimpleNamespace(static_forward_context=context)
+        config = SimpleNamespace(compilation_config=compilation, num_speculative_tokens=8)
         return builder.get_cudagraph_support(config, None)
 
     assert support(Attention(), Attention()) == AttentionCGSupport.NEVER
     stock = builder.__mro__[2]
     assert stock.__module__.startswith("vllm.")
-    assert support(Attention(), Attention(sliding_window=512)) == stock._cudagraph_support
+    assert support(Attention(), Attention(alibi_slopes=[0.5])) == stock._cudagraph_support
     assert stock._cudagraph_support != AttentionCGSupport.NEVER
 
 

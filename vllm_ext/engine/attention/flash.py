@@ -32,7 +32,7 @@ from vllm_ext.engine.attention.tree_backend import (
 )
 from vllm_ext.engine.tree_layers import takes_trees
 from vllm_ext.kernels.attend_nodes import attend_nodes
-from vllm_ext.kernels.tree_attention import TreeRows, tree_attention
+from vllm_ext.kernels.tree_attention import PLAIN, TreeRows, tree_attention
 
 logger = init_logger("vllm.vllm_ext")
 
@@ -86,6 +86,7 @@ class TreeFlashAttentionImpl(TreeAttention, FlashAttentionImpl):  # type: ignore
         # A draft model's passes over a tree that grows have metadata of ours alone.
         if (
             self.fastest is not None
+            and self.scoring == PLAIN  # FlashAttention has a window by row, not by depth
             and isinstance(attn_metadata, FlashAttentionMetadata)
             and self.fastest.form(len(rows.num_rows), rows.max_rows) == FLASH
         ):
@@ -146,9 +147,10 @@ class TreeFlashAttentionImpl(TreeAttention, FlashAttentionImpl):  # type: ignore
     @classmethod
     def choose(cls, layers: Sequence[Any], rows: Sequence[int] = ROWS) -> None:
         """See `TreeAttention.choose`: time both forms on the first layer, for all."""
-        impl, kv_cache = layers[0].impl, layers[0].kv_cache
-        if kv_cache.device.type != "cuda":
+        layers = [layer for layer in layers if isinstance(layer.impl, cls) and layer.impl.scoring == PLAIN]
+        if not layers or layers[0].kv_cache.device.type != "cuda":
             return
+        impl = layers[0].impl
         if impl.vllm_flash_attn_version not in VERSIONS:
             logger.info(
                 "vllm-ext: FlashAttention %s takes no part in tree attention (%s do)",
@@ -159,8 +161,7 @@ class TreeFlashAttentionImpl(TreeAttention, FlashAttentionImpl):  # type: ignore
         fastest = Fastest((FLASH, TRITON), impl.timer(layers[0]), REQUESTS, rows, CONTEXTS)
         logger.info("vllm-ext: microseconds of tree attention by requests x rows: %s", fastest)
         for layer in layers:
-            if isinstance(layer.impl, cls):
-                layer.impl.fastest = fastest
+            layer.impl.fastest = fastest
 
     def timer(self, layer: Any) -> Callable[[str, int, int, int], float]:
         """What `Fastest` asks: seconds of a form over this layer's cache, whatever it holds."""

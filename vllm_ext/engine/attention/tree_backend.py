@@ -18,7 +18,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_b
 from vllm_ext.engine import tree_layers
 from vllm_ext.kernels.backends import Backend
 from vllm_ext.kernels.kv_layouts import tokens_at
-from vllm_ext.kernels.tree_attention import MAX_HEAD_SIZE, TreeRows, tree_attention
+from vllm_ext.kernels.tree_attention import MAX_HEAD_SIZE, Scoring, TreeRows, tree_attention
 
 # The attribute of vLLM's attention metadata that carries ours.
 TREES = "vllm_ext_trees"
@@ -45,6 +45,19 @@ class TreeAttention:
     attn_type: str
 
     _viewed: tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]] | None = None
+    _scoring: Scoring | None = None
+
+    @property
+    def scoring(self) -> Scoring:
+        """The layer's window, soft-cap and sinks: found once, when its weights are there."""
+        if self._scoring is None:
+            sinks = getattr(self, "sinks", None)
+            self._scoring = Scoring(
+                tree_layers.window_of(self),
+                float(getattr(self, "logits_soft_cap", None) or 0.0),
+                None if sinks is None else sinks.detach().to(torch.float32).contiguous(),
+            )
+        return self._scoring
 
     def kv_views(self, layer: Any, kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Key and value cache of a layer as views that `tree_attention` takes: made once for each cache."""
@@ -122,7 +135,8 @@ class TreeAttention:
         attn_metadata: Any,
     ) -> None:
         """The trees' part of `forward`; their keys and values are in the cache."""
-        tree_attention(query, *self.kv_views(layer, kv_cache), output, trees.rows, self.scale, self.backend)
+        views = self.kv_views(layer, kv_cache)
+        tree_attention(query, *views, output, trees.rows, self.scale, self.backend, self.scoring)
 
     @classmethod
     def choose(cls, layers: Sequence[Any], rows: Sequence[int] = ()) -> None:
@@ -180,8 +194,13 @@ def halves(kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return kv_cache[..., :head_size], kv_cache[..., head_size:]
 
 
-def warm_up(layer: Any) -> None:
-    """Compile the kernels for a layer's cache. Writes nothing into the cache."""
+def warm_up(layers: Sequence[Any]) -> None:
+    """Compile the kernels for layers' caches, once for each kind. Writes nothing into the caches."""
+    for layer in {(layer.impl.head_size, layer.impl.scoring.kind): layer for layer in layers}.values():
+        _warm_up(layer)
+
+
+def _warm_up(layer: Any) -> None:
     impl, kv_cache = layer.impl, layer.kv_cache
     shapes = [(1, 1)]
     if kv_cache.device.type == "cuda":
@@ -194,7 +213,8 @@ def warm_up(layer: Any) -> None:
         query = torch.zeros(
             (requests * rows, impl.num_heads, impl.head_size), dtype=kv_cache.dtype, device=kv_cache.device
         )
-        tree_attention(query, keys, values, torch.empty_like(query), trees, impl.scale, impl.backend)
+        output = torch.empty_like(query)
+        tree_attention(query, keys, values, output, trees, impl.scale, impl.backend, impl.scoring)
 
 
 def chains(requests: int, rows: int, context: int, kv_cache: torch.Tensor) -> TreeRows:

@@ -90,7 +90,7 @@ class DraftPasses(ABC):
             if (names := [name for name in group.layer_names if name in self.layers])
         ]
         context = self._target_config.compilation_config.static_forward_context
-        tree_backend.warm_up(context[self.layers[0]])
+        tree_backend.warm_up([context[name] for name in self.layers])
 
     def begin_step(self, scheduler_output: Any) -> None:
         """Before the target's step."""

@@ -80,7 +80,7 @@ class SpeculativeRunner(UndrawnNoise):
             return result
         layers = tree_layers.layers_of(self)
         if layers and isinstance(layers[0].impl, tree_backend.TreeAttention):
-            tree_backend.warm_up(layers[0])
+            tree_backend.warm_up(layers)
             type(layers[0].impl).choose(layers)
         # A draft model reads committed tokens again.
         drafts = self.drafter.model_drafts

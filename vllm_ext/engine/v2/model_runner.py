@@ -94,7 +94,7 @@ class SpeculativeRunner:
             return
         layers = tree_layers.layers_of(self)
         if layers and self.device.type == "cuda":  # the interpreter compiles nothing
-            tree_backend.warm_up(layers[0])
+            tree_backend.warm_up(layers)
             type(layers[0].impl).choose(layers, [1 + level for level in self.speculator.levels if level])
         self.kv_movers = tuple(
             (group_id, _path_mover(owners))

@@ -213,8 +213,8 @@ def _trees() -> Iterator[Check]:
         "ok",
         "trees",
         "where each layer's KV cache spec, backend, implementation and metadata builder are exactly those we know: not "
-        "with sliding windows or chunks (Llama 4), ALiBi, soft-cap, sinks, quantised KV cache, MLA, M-RoPE, decode "
-        f"context parallelism or VLLM_BATCH_INVARIANT: {chains}, and the log names the layer and why",
+        "with chunks (Llama 4), windows smaller than a tree, ALiBi, quantised KV cache, MLA, M-RoPE, decode context "
+        f"parallelism or VLLM_BATCH_INVARIANT: {chains}, and the log names the layer and why",
     )
 
 

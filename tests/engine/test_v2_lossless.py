@@ -68,8 +68,8 @@ def test_mixed_requests_in_one_batch(
     assert new["fallbacks:model_chain"] == new["fallbacks:proposer_error"] == 0
 
 
-def test_texts_of_digits(v2_plain: Any, v2_either: Any) -> None:
-    """So little may come that some of it is found, in a prompt or a corpus too; a model thinks other tokens likely."""
+def test_texts_of_digits(v2_plain: Any, v2_either: Any, accepted_at_least: Callable[[int], int]) -> None:
+    """So little may come that some of it is found, in a prompt or a corpus too; others think other tokens likely."""
     digits = v2_plain.get_tokenizer().encode("123", add_special_tokens=False)
     texts = [random.Random(seed).choices(digits, k=40) for seed in range(4)]
     kinds = [sampling(temperature=t, seed=6, allowed_token_ids=digits) for t in (0, 0.5, 1, 2)]
@@ -77,7 +77,8 @@ def test_texts_of_digits(v2_plain: Any, v2_either: Any) -> None:
     expected = tokens(generate(v2_plain, texts, kinds))
     assert_same_outputs(expected, tokens(generate(v2_either, texts, kinds)))
     speculator = v2_either.llm_engine.model_executor.driver_worker.worker.model_runner.speculator
-    if not isinstance(speculator, ModelSpeculator):
+    # Of the methods whose tests these are, and of those that find what was.
+    if accepted_at_least(2) != 1 and not isinstance(speculator, ModelSpeculator):
         assert counters(v2_either)["spec_accepted_tokens"] > before + 5
 
 

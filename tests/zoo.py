@@ -51,7 +51,9 @@ def _of(name: str, **options: Any) -> Callable[[], Any]:
 
 MODELS: dict[str, Callable[[], Any]] = {
     "llama": _of("Llama"),
-    "qwen2": _of("Qwen2"),
+    "qwen2": _of(
+        "Qwen2", num_attention_heads=2, num_key_value_heads=1
+    ),  # whose heads have the rest of the width
     "qwen3": _of("Qwen3"),
     "qwen3_moe": _of("Qwen3Moe", **EXPERTS),
     "phi3": _of("Phi3", rope_theta=10000.0),

@@ -20,7 +20,7 @@ demo: $(INSTALLED)  ## plain vLLM beside Token Recycling: real server, real mode
 test: $(INSTALLED)  ## the test suite: twenty minutes on two cores
 	PYTHON=$(BIN)/python scripts/test.sh
 
-test-all: $(INSTALLED)  ## with what tests the same by another method, and all of V2: half an hour
+test-all: $(INSTALLED)  ## with what tests the same by another method, all of V2, and a part of test-033: an hour
 	PYTHON=$(BIN)/python scripts/test.sh all
 
 test-v2: $(INSTALLED)  ## vLLM's V2 model runner, in Triton's interpreter: a few minutes

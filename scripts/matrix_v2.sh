@@ -4,7 +4,7 @@
 # RECORD: a file that gets a line of each, for scripts/runner_page.py.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-export PYTHONPATH=tests/v2_on_cpu TRITON_INTERPRET=1 VLLM_ENABLE_V1_MULTIPROCESSING=0 HF_HUB_OFFLINE=1
+export PYTHONPATH=${PYTHONPATH:+$PYTHONPATH:}tests/v2_on_cpu TRITON_INTERPRET=1 VLLM_ENABLE_V1_MULTIPROCESSING=0 HF_HUB_OFFLINE=1
 export VLLM_CPU_KVCACHE_SPACE=${VLLM_CPU_KVCACHE_SPACE:-1} OMP_NUM_THREADS=1
 python=${PYTHON:-.venv/bin/python}
 tests=$(printf 'tests/engine/test_v2_%s.py ' lossless request_states scheduling)

@@ -62,7 +62,6 @@ class OnHost:
 @pytest.fixture
 def speculator(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> Iterator[HostSpeculator]:
     monkeypatch.setattr(v2_speculator, "UvaBackedTensor", OnHost)
-    monkeypatch.setattr(v2_speculator, "BACKEND", "torch")
     alone = SimpleNamespace(broadcast=lambda tensor: tensor)
     monkeypatch.setattr(host_speculator, "get_tp_group", lambda: alone)
     monkeypatch.setattr(metrics, "counter_path", lambda *_: tmp_path / "file")

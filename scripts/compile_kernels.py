@@ -41,11 +41,21 @@ from vllm_ext.kernels.tree_attention_triton import ADDED_ROWS, LEAST_KEYS, MOST_
 SHARED = 99 << 10  # bytes of a block on compute capability 8.6 and 8.9
 SPILLED = 16  # bytes of a thread that cost nothing: two float32 forms spill so many
 TYPES = {torch.bfloat16: "bf16", torch.float32: "fp32"}
-INTEGERS = {"block_table", "first_row", "num_rows", "num_past", "row_start", "context_len", "ancestors"}
-FLOATS = {"context_lse", "parts", "logs"}
+INTEGERS = {
+    "block_table",
+    "first_row",
+    "num_rows",
+    "num_past",
+    "row_start",
+    "context_len",
+    "ancestors",
+    "depths",
+}
+FLOATS = {"context_lse", "parts", "logs", "sinks"}
 ELEMENTS = {"query", "keys", "values", "output", "context_output"}
 ONE = {"key_dim": 1, "value_dim": 1}
-UNEVEN = {"splits", "lse_head"}  # no multiples of 16
+UNEVEN = {"splits", "lse_head", "window"}  # no multiples of 16
+SCALARS = {"scale", "soft_cap"}
 
 # Of a step's other kernels: pointers to 32-bit integers where nothing else is said.
 LONG = {
@@ -162,8 +172,8 @@ def compiled(
             continue
         pointer = "i32" if name in INTEGERS else "fp32" if name in FLOATS else dtype
         is_pointer = name in INTEGERS | FLOATS | ELEMENTS
-        types[name] = f"*{pointer}" if is_pointer else "fp32" if name == "scale" else "i32"
-        if name not in UNEVEN and name != "scale":
+        types[name] = f"*{pointer}" if is_pointer else "fp32" if name in SCALARS else "i32"
+        if name not in UNEVEN and name not in SCALARS:
             attributes[place,] = [["tt.divisibility", 16]]
     return _built(kernel, types, fixed, attributes, arch, warps, stages)
 
@@ -265,11 +275,19 @@ def _attention(architectures: list[int], stages: int, tile: int | None) -> int:
                         "WIDE": name == "fp32",
                     }
                     kinds = [
-                        (_attend, constants | step | {"SPLIT": split, "CONTEXT": context}, label)
-                        for split, context, label in (
-                            (True, True, "tree_attention, shares"),
-                            (False, True, "tree_attention"),
-                            (False, False, "attend_nodes"),
+                        (
+                            _attend,
+                            constants
+                            | step
+                            | {"SPLIT": split, "CONTEXT": context}
+                            | dict.fromkeys(("WINDOW", "CAP", "SINKS"), scored),
+                            label,
+                        )
+                        for split, context, scored, label in (
+                            (True, True, False, "tree_attention, shares"),
+                            (True, True, True, "of windows, caps and sinks, shares"),
+                            (False, True, False, "tree_attention"),
+                            (False, False, False, "attend_nodes"),
                         )
                     ]
                     kinds.append(

@@ -69,9 +69,9 @@ class DraftGraphs(CudaGraphManager):  # type: ignore[misc]
 
         return run
 
-    def covering(self, number: int) -> int | None:
-        """The size of the graphs that a batch of so many requests has."""
-        return next((size for size in sizes(self.max_num_reqs) if size >= number), None)
+    def covering(self, number: int) -> int:
+        """The size of the graphs that a batch of so many requests has; its own where it has none."""
+        return next((size for size in sizes(self.max_num_reqs) if size >= number), number)
 
     def run(self, size: int, level: int = 0, kind: Kind = Kind.GREEDY) -> bool:
         """Replay a graph: see `DraftStep.read`, and `DraftStep.grow` if ``level`` is not 0.

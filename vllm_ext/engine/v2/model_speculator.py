@@ -72,8 +72,8 @@ class ModelSpeculator(TreeSpeculator):
 
     def init_cudagraph_manager(self, cudagraph_mode: Any) -> None:
         # With adapters, and where ranks must agree on each pass, passes have no fixed shapes.
-        parallel = self._config.parallel_config.data_parallel_size > 1 or self._config.lora_config is not None
-        if cudagraph_mode.decode_mode() == CUDAGraphMode.FULL and not parallel:
+        varies = self._config.lora_config is not None or self._config.parallel_config.data_parallel_size > 1
+        if cudagraph_mode.decode_mode() == CUDAGraphMode.FULL and not varies:
             self.graphs = DraftGraphs(self._config, self.device, self.step, self.levels)
 
     def capture(self) -> None:
@@ -124,17 +124,17 @@ class ModelSpeculator(TreeSpeculator):
     def _draft(self, input_batch: Any, slots: Any, behind: Any, level: int) -> None:
         """Read, and grow trees if ``level`` is not 0."""
         step, graphs, number = self.step, self.graphs, input_batch.num_reqs
-        size = graphs and graphs.covering(number)
-        step.give(size or number, self._known(input_batch, slots))
+        size = graphs.covering(number) if graphs else number
+        step.give(size, self._known(input_batch, slots))
         if self.passes.is_short(input_batch, step.most_new, behind):
-            if not (graphs and size and graphs.run(size)):
+            if not (graphs and graphs.run(size)):
                 step.read(number)
         else:
-            step.measure(size or number)
+            step.measure(size)
             step.put_roots(self.passes.read(input_batch, step.texts(number), step.most_new, behind))
         if level:
             kind = self._kind_of(slots)
-            if not (graphs and size and graphs.run(size, level, kind)):
+            if not (graphs and graphs.run(size, level, kind)):
                 step.grow(number, level, kind)
 
     def _known(self, input_batch: Any, slots: Any) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import logging
 import os
 import random
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -223,6 +224,29 @@ def v2_engine_ahead(v2_dir: str, method: dict[str, Any], **options: Any) -> Any:
         llm = v2_engine(v2_dir, method, async_scheduling=True, **options)
     assert llm.llm_engine.vllm_config.scheduler_config.async_scheduling
     return llm
+
+
+@contextmanager
+def v2_attention(backend: str) -> Iterator[None]:
+    """Engines that are made have this attention backend of vLLM's, with trees; those of GPUs are interpreted."""
+    import torch
+    from vllm.platforms.cpu import CpuPlatform
+    from vllm.v1.attention import selector
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    from vllm_ext.engine.attention import v2_backends
+
+    v2_backends.register()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+        patch.setattr(
+            CpuPlatform,
+            "get_attn_backend_cls",
+            classmethod(lambda *_, **__: AttentionBackendEnum[backend].get_path()),
+        )
+        selector._cached_get_attn_backend.cache_clear()
+        yield
+    selector._cached_get_attn_backend.cache_clear()
 
 
 @pytest.fixture(scope="session")

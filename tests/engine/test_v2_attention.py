@@ -7,8 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import torch
-from conftest import V2_HOST_METHOD, V2_METHOD, v2_engine
+from conftest import V2_HOST_METHOD, V2_METHOD, v2_attention, v2_engine
 from helpers import assert_same_outputs
 from v2_requests import counters, generate, prompts, sampling, tokens
 
@@ -17,23 +16,8 @@ pytestmark = pytest.mark.v2
 
 @pytest.fixture(scope="module")
 def llms(v2_dir: str) -> Iterator[tuple[Any, ...]]:
-    from vllm.platforms.cpu import CpuPlatform
-    from vllm.v1.attention import selector
-    from vllm.v1.attention.backends.registry import AttentionBackendEnum
-
-    from vllm_ext.engine.attention import v2_backends
-
-    v2_backends.register()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
-        patch.setattr(
-            CpuPlatform,
-            "get_attn_backend_cls",
-            classmethod(lambda *_, **__: AttentionBackendEnum.TRITON_ATTN.get_path()),
-        )
-        selector._cached_get_attn_backend.cache_clear()
+    with v2_attention("TRITON_ATTN"):
         yield tuple(v2_engine(v2_dir, method) for method in (None, V2_METHOD, V2_HOST_METHOD))
-    selector._cached_get_attn_backend.cache_clear()
 
 
 @pytest.mark.parametrize("drafts", ["device", "host"])

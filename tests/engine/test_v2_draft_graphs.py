@@ -7,11 +7,11 @@ captured with requests that write nowhere, and replayed with others.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import torch
-from conftest import v2_engine
+from conftest import v2_attention, v2_engine
 from helpers import assert_same_outputs
 from recorded_graph import recorded_instead_of_captured
 from v2_requests import counters, generate, prompts, sampling, tokens
@@ -31,25 +31,10 @@ METHODS: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(scope="module", autouse=True)
-def triton_attention() -> Any:
+def triton_attention() -> Iterator[None]:
     """By launches, which are recorded; that of CPUs is numba's."""
-    from vllm.platforms.cpu import CpuPlatform
-    from vllm.v1.attention import selector
-    from vllm.v1.attention.backends.registry import AttentionBackendEnum
-
-    from vllm_ext.engine.attention import v2_backends
-
-    v2_backends.register()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
-        patch.setattr(
-            CpuPlatform,
-            "get_attn_backend_cls",
-            classmethod(lambda *_, **__: AttentionBackendEnum.TRITON_ATTN.get_path()),
-        )
-        selector._cached_get_attn_backend.cache_clear()
+    with v2_attention("TRITON_ATTN"):
         yield
-    selector._cached_get_attn_backend.cache_clear()
 
 
 @pytest.mark.parametrize("method", ["dyspec", pytest.param("spectr", marks=pytest.mark.quick), "layerskip"])

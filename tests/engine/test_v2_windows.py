@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import zoo
-from conftest import V2_HOST_METHOD, V2_METHOD, v2_engine
+from conftest import V2_HOST_METHOD, V2_METHOD, v2_attention, v2_engine
 from helpers import assert_same_outputs
 from v2_requests import counters, generate, sampling, tokens
 
@@ -30,23 +29,8 @@ OPTIONS: dict[str, Any] = {
 @pytest.fixture(scope="module", params=["CPU_ATTN", "TRITON_ATTN"])
 def attention(request: pytest.FixtureRequest) -> Iterator[str]:
     """Of CPUs, and of GPUs in the interpreter."""
-    from vllm.platforms.cpu import CpuPlatform
-    from vllm.v1.attention import selector
-    from vllm.v1.attention.backends.registry import AttentionBackendEnum
-
-    from vllm_ext.engine.attention import v2_backends
-
-    v2_backends.register()
-    selector._cached_get_attn_backend.cache_clear()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
-        patch.setattr(
-            CpuPlatform,
-            "get_attn_backend_cls",
-            classmethod(lambda *_, **__: AttentionBackendEnum[request.param].get_path()),
-        )
+    with v2_attention(request.param):
         yield request.param
-    selector._cached_get_attn_backend.cache_clear()
 
 
 @pytest.mark.parametrize("name", ["gemma2", "gemma3"])

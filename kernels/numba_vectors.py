@@ -44,6 +44,8 @@ FLOAT, INT = ir.FloatType(), ir.IntType(32)
 FLOATS, INTS = ir.VectorType(FLOAT, LANES), ir.VectorType(INT, LANES)
 BYTES = ir.VectorType(ir.IntType(8), LANES)
 SHORTS, HALVES = ir.VectorType(ir.IntType(16), LANES), ir.VectorType(ir.HalfType(), LANES)
+# What stands for float32, bfloat16 and float16: numba has no types for the latter two on the CPU.
+RAW = {types.float32: FLOATS, types.uint16: SHORTS, types.int16: HALVES}
 
 
 def constant_vector(kind: Any, value: Any) -> Any:
@@ -77,13 +79,32 @@ def element_pointer(context: Any, builder: Any, array_type: Any, array: Any, ind
 
 
 def _widened(builder: Any, pointer: Any, dtype: Any) -> Any:
-    size = dtype.bitwidth // 8
+    raw = builder.load(builder.bitcast(pointer, RAW[dtype].as_pointer()), align=dtype.bitwidth // 8)
+    return widen(builder, raw, dtype)
+
+
+def widen(builder: Any, raw: Any, dtype: Any) -> Any:
+    """LANES elements of a dtype as floats."""
     if dtype == types.float32:
-        return builder.load(builder.bitcast(pointer, FLOATS.as_pointer()), align=size)
+        return raw
     if dtype == types.int16:  # float16
-        return builder.fpext(builder.load(builder.bitcast(pointer, HALVES.as_pointer()), align=size), FLOATS)
-    bits = builder.zext(builder.load(builder.bitcast(pointer, SHORTS.as_pointer()), align=size), INTS)
+        return builder.fpext(raw, FLOATS)
+    bits = builder.zext(raw, INTS)
     return builder.bitcast(builder.shl(bits, constant_vector(INTS, 16)), FLOATS)
+
+
+def narrow(builder: Any, value: Any, dtype: Any) -> Any:
+    """LANES floats as elements of a dtype, rounded to nearest, ties to even."""
+    if dtype == types.int16:  # float16
+        return builder.fptrunc(value, HALVES)
+    if dtype == types.uint16:  # bfloat16
+        nan = builder.fcmp_unordered("uno", value, value)
+        bits = builder.bitcast(value, INTS)
+        odd = builder.and_(builder.lshr(bits, constant_vector(INTS, 16)), constant_vector(INTS, 1))
+        bits = builder.add(bits, builder.add(odd, constant_vector(INTS, 0x7FFF)))
+        bits = builder.select(nan, constant_vector(INTS, 0x7FC00000), bits)
+        return builder.trunc(builder.lshr(bits, constant_vector(INTS, 16)), SHORTS)
+    return value
 
 
 @intrinsic  # type: ignore[untyped-decorator]
@@ -102,16 +123,8 @@ def store_vector(typing: Any, array: Any, index: Any, vector: Any) -> Any:
     """``array[index : index + LANES] = vector``, rounded to nearest, ties to even."""
 
     def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        dtype, value = signature.args[0].dtype, arguments[2]
-        if dtype == types.int16:  # float16
-            value = builder.fptrunc(value, HALVES)
-        elif dtype == types.uint16:  # bfloat16
-            nan = builder.fcmp_unordered("uno", value, value)
-            bits = builder.bitcast(value, INTS)
-            odd = builder.and_(builder.lshr(bits, constant_vector(INTS, 16)), constant_vector(INTS, 1))
-            bits = builder.add(bits, builder.add(odd, constant_vector(INTS, 0x7FFF)))
-            bits = builder.select(nan, constant_vector(INTS, 0x7FC00000), bits)
-            value = builder.trunc(builder.lshr(bits, constant_vector(INTS, 16)), SHORTS)
+        dtype = signature.args[0].dtype
+        value = narrow(builder, arguments[2], dtype)
         pointer = element_pointer(context, builder, signature.args[0], *arguments[:2])
         builder.store(value, builder.bitcast(pointer, value.type.as_pointer()), align=dtype.bitwidth // 8)
         return context.get_dummy_value()
@@ -216,6 +229,17 @@ def vector_add(typing: Any, a: Any, b: Any) -> Any:
 def vector_multiply(typing: Any, a: Any, b: Any) -> Any:
     """Lane by lane."""
     return VECTOR(VECTOR, VECTOR), lambda context, builder, signature, arguments: builder.fmul(*arguments)
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def multiply_add(typing: Any, a: Any, b: Any, c: Any) -> Any:
+    """``a * b + c`` lane by lane, rounded once where the CPU can."""
+
+    def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        a, b, c = arguments
+        return builder.fadd(builder.fmul(a, b, flags=("contract",)), c, flags=("contract",))
+
+    return VECTOR(VECTOR, VECTOR, VECTOR), emit
 
 
 def _fold(builder: Any, vector: Any, combine: Callable[[Any, Any, Any], Any]) -> Any:

@@ -30,9 +30,11 @@ from vllm_ext.kernels import (
     drawn_rows_triton,
     path_move_triton,
     path_penalties_triton,
+    recurrent_trees_triton,
     recycling_grow_triton,
     recycling_triton,
     top_k_triton,
+    tree_conv_triton,
 )
 from vllm_ext.kernels.ancestor_bits import WORDS
 from vllm_ext.kernels.tree_attention import TreeRows
@@ -113,6 +115,14 @@ SIZES = {
 SINGLE = {"estimates", "shares", "repetition", "frequency", "presence"}
 TREE = {"ROWS": 16, "WORDS": WORDS, "WORDS_UP": triton.next_power_of_2(WORDS)}
 GROWN = TREE | {"LONGEST": 4, "RANKS": 16, "template": None}
+
+
+def _sizes(kernel: Any, last: str) -> dict[str, str]:
+    """A kernel's arguments behind its last pointer, but for constants."""
+    behind = kernel.arg_names[kernel.arg_names.index(last) + 1 :]
+    return {name: "i32" for name in behind if name.islower()}
+
+
 STEP: list[tuple[Any, str, dict[str, Any], dict[str, str]]] = [
     (recycling_triton._mark, "trees", {"TREES": True, "LONGEST": 4, "ROWS": 16}, {"number": "i64"}),
     (recycling_triton._mark, "chains", {"TREES": False, "LONGEST": 4, "ROWS": 1}, {"number": "i64"}),
@@ -147,6 +157,25 @@ STEP: list[tuple[Any, str, dict[str, Any], dict[str, str]]] = [
         {"ROWS": 16, "SUPPORT": 32, "BLOCK": 4096},
         {"logits": "*fp32", "q": "*fp32", "seeds": "*i64", "chosen": "*i64"},
     ),
+    *(
+        (
+            recurrent_trees_triton._verify,
+            f"{'delta net' if delta else 'Mamba-2'}, {rows} rows",
+            {"DELTA": delta, "ROWS": rows, "VALUES": recurrent_trees_triton.VALUES, "KEYS": 128},
+            dict.fromkeys(("q", "k", "v", "out"), "*bf16")
+            | dict.fromkeys(("decay", "beta", "state"), "*fp32")
+            | _sizes(recurrent_trees_triton._verify, "out"),
+        )
+        for delta in (False, True)
+        for rows in (1, 16, 32, 64)
+    ),
+    (
+        tree_conv_triton._convolve,
+        "",
+        {"BIAS": True, "SILU": True, "WIDTH": 4, "COLUMNS": 4, "CHANNELS": tree_conv_triton.CHANNELS},
+        dict.fromkeys(("x", "state", "weight", "bias", "out"), "*bf16")
+        | _sizes(tree_conv_triton._convolve, "out"),
+    ),
 ]
 
 
@@ -157,6 +186,7 @@ WIDE = {
     top_k_triton._block_top_k,
     path_penalties_triton._penalise,
     drawn_rows_triton._choose,
+    tree_conv_triton._convolve,
 }  # of four warps
 
 
@@ -187,7 +217,10 @@ def step_kernel(kernel: Any, constants: dict[str, Any], types: dict[str, str], a
         or ("i32" if name in SIZES else "*fp32" if name in SINGLE else "*i64" if name in LONG else "*i32")
         for name in kernel.arg_names
     }
-    return _built(kernel, signature, constants, {}, arch, 4 if kernel in WIDE else 1)
+    warps = 4 if kernel in WIDE else 1
+    if kernel is recurrent_trees_triton._verify:
+        warps = recurrent_trees_triton.warps(constants["ROWS"])
+    return _built(kernel, signature, constants, {}, arch, warps)
 
 
 def _built(

@@ -33,6 +33,7 @@ import device_works  # noqa: E402
 import host_works  # noqa: E402
 import measure  # noqa: E402
 import penalty_works  # noqa: E402
+import recurrent_works  # noqa: E402
 import v2_works  # noqa: E402
 from work import Work  # noqa: E402
 
@@ -60,7 +61,7 @@ def main() -> int:
         )
     try:
         on_device = itertools.chain.from_iterable(
-            kind.works(DEVICE) for kind in (device_works, v2_works, penalty_works)
+            kind.works(DEVICE) for kind in (device_works, v2_works, penalty_works, recurrent_works)
         )
         works = [work for work in on_device if ops is None or work.op in ops]
         works += host_works.works(ops)

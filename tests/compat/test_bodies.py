@@ -76,7 +76,7 @@ def test_all_bodies_that_are_installed_have_been_read() -> None:
     assert {body.name for body in found} <= set(bodies.read())
     assert [body for body in found if version not in body.read_in] == []
     tables = {body.table for body in found}
-    assert tables == {"V1", "V2", "CUDA", "imitated"}
+    assert tables == {"V1", "V2", "CUDA", "recurrent", "imitated"}
     named = {f"{hook.module}.{hook.name}" for hook in bodies.IMITATED}
     assert named == {body.name for body in found if body.table == "imitated"}
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from vllm_ext.compat.hooks import Hook
 from vllm_ext.compat.hooks_cuda import CUDA_HOOKS
+from vllm_ext.compat.hooks_recurrent import RECURRENT_HOOKS
 from vllm_ext.compat.hooks_structured import V2_STRUCTURED_HOOKS
 from vllm_ext.compat.hooks_v1 import HOOKS, LAYER_HOOKS
 
@@ -387,4 +388,4 @@ V2_HOOKS = (
     Hook(f"{_GPU}.block_table", "BlockTables.apply_staged_writes", None, "tells which blocks a request has"),
 )
 
-TABLES = {"V1": HOOKS, "V2": V2_HOOKS, "CUDA": CUDA_HOOKS}
+TABLES = {"V1": HOOKS, "V2": V2_HOOKS, "CUDA": CUDA_HOOKS, "recurrent": RECURRENT_HOOKS}

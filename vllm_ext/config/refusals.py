@@ -224,13 +224,7 @@ def check_vllm_config(vllm_config: Any, method: str, choice: RunnerChoice) -> No
             )
         )
     if vllm_config.model_config.is_hybrid or vllm_config.model_config.is_attention_free:
-        raise ValueError(
-            _refusal(
-                method,
-                f"model {vllm_config.model_config.model!r}",
-                "has recurrent (Mamba-like) layers, whose state vLLM cannot take back for this method.",
-            )
-        )
+        _check_recurrent(vllm_config, method, choice)
     if vllm_config.parallel_config.use_ubatching:
         raise ValueError(
             _refusal(method, "microbatching (--enable-dbo)", "must be off: it splits a step's trees.")
@@ -239,6 +233,27 @@ def check_vllm_config(vllm_config: Any, method: str, choice: RunnerChoice) -> No
         raise ValueError(
             _refusal(method, f"platform {current_platform.device_name!r}", "must be CPU, CUDA or ROCm.")
         )
+
+
+def _check_recurrent(vllm_config: Any, method: str, choice: RunnerChoice) -> None:
+    """Of a model with recurrent layers, whose state cannot be taken back."""
+    from vllm.platforms import current_platform
+
+    model, cache = f"model {vllm_config.model_config.model!r}", vllm_config.cache_config
+    if choice.runner != "V1" or not current_platform.is_cpu():
+        raise ValueError(
+            _refusal(method, model, "has recurrent (Mamba-like) layers, and needs the V1 runner on a CPU.")
+        )
+    if cache.mamba_cache_mode != "none":
+        raise ValueError(
+            _refusal(
+                method,
+                f"{model}, which has recurrent (Mamba-like) layers, and prefix caching",
+                "needs --no-enable-prefix-caching.",
+            )
+        )
+    if cache.use_replayssm:
+        raise ValueError(_refusal(method, "--use-replayssm", "must be off: it reads states in its own way."))
 
 
 def _refusal(method: str, what: str, rule: str) -> str:

@@ -78,10 +78,21 @@ def warn_of_chains(reason: str) -> None:
     )
 
 
+def is_recurrent(backend: type[Any]) -> bool:
+    """Whether layers of a backend have a state instead of keys and values."""
+    return bool(backend.is_ssm())
+
+
 def layers_of(runner: Any) -> list[Any]:
-    """The attention layers of a runner, group after group."""
+    """The attention layers of a runner, group after group; those with a state left out."""
     context = runner.compilation_config.static_forward_context
-    return [context[name] for groups in runner.attn_groups for group in groups for name in group.layer_names]
+    return [
+        context[name]
+        for groups in runner.attn_groups
+        for group in groups
+        if not is_recurrent(group.backend)
+        for name in group.layer_names
+    ]
 
 
 def cache_owners(runner: Any, skipped: Container[str] = ()) -> Iterator[tuple[int, list[Any]]]:
@@ -94,6 +105,8 @@ def cache_owners(runner: Any, skipped: Container[str] = ()) -> Iterator[tuple[in
     context = runner.compilation_config.static_forward_context
     for group_id, groups in enumerate(runner.attn_groups):
         for group in groups:
+            if is_recurrent(group.backend):
+                continue
             layers = [context[name] for name in group.layer_names if name not in skipped]
             # Another layer's cache is moved with that layer.
             layers = [layer for layer in layers if layer.impl.kv_sharing_target_layer_name is None]
@@ -118,6 +131,9 @@ def model_problem(vllm_config: Any, attn_groups: Iterable[Iterable[Any]]) -> str
     found = None
     for groups in attn_groups:
         for group in groups:
+            if is_recurrent(group.backend):
+                _check_recurrent(group.layer_names[0], context[group.layer_names[0]])
+                continue
             for name in group.layer_names:
                 _refuse_chains(name, context[name], vllm_config)
                 found = found or layer_problem(name, context[name], vllm_config)
@@ -257,6 +273,15 @@ def _group_problem(group: Any, layer: Any) -> str | None:
         if problem is None and getattr(group, "kernel_block_size", None) is not None:
             problem = f"its block table addresses kernel blocks of {group.kernel_block_size} tokens"
     return problem and f"layer {group.layer_names[0]}: {problem}"
+
+
+def _check_recurrent(name: str, layer: Any) -> None:
+    """Refuse a state that cannot be taken back: no draft would be right, not even a chain's."""
+    if not getattr(layer, "takes_trees", False):
+        raise ValueError(
+            f"speculative methods do not work with layer {name}: its {type(layer).__name__} has a recurrent state, and "
+            "only those of Mamba-2 and of Qwen's gated delta nets can be drafted with. Remove --speculative-config."
+        )
 
 
 def _refuse_chains(name: str, layer: Any, vllm_config: Any) -> None:

@@ -38,6 +38,7 @@ from vllm_ext.engine.models import cpu_linear
 from vllm_ext.engine.tree_layout import StepTrees
 from vllm_ext.engine.v1 import calibration
 from vllm_ext.engine.v1.drafter import Drafter
+from vllm_ext.engine.v1.recurrent_step import RecurrentSteps
 from vllm_ext.engine.v1.rejection_sampler import TreeSampler
 from vllm_ext.engine.v1.row_states import RowStates, sample_rows_alone
 from vllm_ext.engine.v1.undrawn_noise import UndrawnNoise
@@ -65,6 +66,7 @@ class SpeculativeRunner(UndrawnNoise):
     step_common: Any = None  # vLLM's metadata of the step, of no group in particular
     greedy_choice: Int32 | None = None  # [num_rows] argmax of each row, while no mask is in the logits
     step_started: float = 0.0
+    recurrent: RecurrentSteps
     # Of the caches there are: by KV group, what copies tokens between slots.
     kv_movers: Sequence[tuple[int, Callable[[torch.Tensor, torch.Tensor], None]]] = ()
 
@@ -72,6 +74,7 @@ class SpeculativeRunner(UndrawnNoise):
         """After vLLM has bound the caches: find out whether this model can verify trees."""
         result = super().initialize_kv_cache(*args, **kwargs)  # type: ignore[misc]
         sample_rows_alone(self)
+        self.recurrent = RecurrentSteps(self.attn_groups)  # type: ignore[attr-defined]  # vLLM's
         if self.drafter.model_drafts is not None:
             self.drafter.model_drafts.passes.bind(self)
         reason = self.drafter.chain_reason = self._chain_reason()
@@ -190,6 +193,7 @@ class SpeculativeRunner(UndrawnNoise):
         trees = self.step_trees
         self.step_encoded = None
         if trees is not None and isinstance(metadata, dict):
+            self.recurrent.mark(trees, self.input_batch, metadata, common, self._stock_metadata)
             for of_group in metadata.values():
                 if isinstance(of_group, EncodedMetadata) and of_group is not self.step_encoded:
                     of_group.mark(trees)
@@ -203,6 +207,8 @@ class SpeculativeRunner(UndrawnNoise):
             runner: Any = self
             for groups in runner.attn_groups:
                 for group in groups:
+                    if tree_layers.is_recurrent(group.backend):
+                        continue
                     decoding = group.backend.get_impl_cls().takes_decoding
                     ours = trees.decoding if decoding else trees.branching
                     if ours:
@@ -235,7 +241,7 @@ class SpeculativeRunner(UndrawnNoise):
         stock = rows = own_rows = None
         if len(ours) < len(num_rows):
             others = np.setdiff1d(np.arange(len(num_rows)), ours)
-            stock, rows = self._stock_metadata(others, group, metadata, common)
+            stock, rows = self._stock_metadata(others, group, common, block_table, metadata.slot_mapping)
             block_table = block_table[_to(ours, self.device)]
             parents = np.concatenate([parents[trees.rows(i)] for i in ours])
             num_rows, query_row, context = num_rows[ours], query_row[ours], context[ours]
@@ -252,7 +258,14 @@ class SpeculativeRunner(UndrawnNoise):
         )
         return tree_backend.TreeMetadata(tree_rows, stock, rows, own_rows)
 
-    def _stock_metadata(self, requests: Any, group: Any, metadata: Any, common: Any) -> tuple[Any, Any]:
+    def _stock_metadata(
+        self,
+        requests: Any,
+        group: Any,
+        common: Any,
+        block_table: torch.Tensor,
+        slot_mapping: torch.Tensor,
+    ) -> tuple[Any, Any]:
         """vLLM's own metadata of some requests of the step, and the query rows they have."""
         runner: Any = self
         start = runner.query_start_loc.np
@@ -269,11 +282,14 @@ class SpeculativeRunner(UndrawnNoise):
             num_reqs=len(requests),
             num_actual_tokens=len(rows),
             max_query_len=int(length.max()),
-            block_table_tensor=metadata.block_table[index],
-            slot_mapping=metadata.slot_mapping[row_index],
+            block_table_tensor=block_table[index],
+            slot_mapping=slot_mapping[row_index],
             positions=self.positions[row_index],
             is_prefilling=common.is_prefilling[requests] if common.is_prefilling is not None else None,
             seq_lens_cpu_upper_bound=common.seq_lens_cpu_upper_bound[requests],
+            # What a builder of the whole batch may have found out.
+            _num_computed_tokens_cache=None,
+            _token_to_req_indices_cache=None,
         )
         return group.get_metadata_builder(0).build(0, part), row_index
 
@@ -297,6 +313,7 @@ class SpeculativeRunner(UndrawnNoise):
         if trees is not None:
             for primary, pair in self.pairs:
                 trees.accepted[pair] = trees.accepted[primary]
+            self.recurrent.pending.note(self.input_batch.req_ids, trees)
         if trees is not None and trees.branching:
             source, target = trees.moves()
             if len(source):
@@ -335,6 +352,7 @@ class SpeculativeRunner(UndrawnNoise):
 
     def _on_request_state_removed(self, req_id: str, req_state: Any) -> None:
         super()._on_request_state_removed(req_id, req_state)  # type: ignore[misc]
+        self.recurrent.pending.forget(req_id)
         self.drafter.finish(req_id, 0 if req_state is None else len(req_state.output_token_ids))
 
     @property

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from vllm_ext.compat import hooks_v1
+from vllm_ext.compat import hooks, hooks_recurrent, hooks_v1
 from vllm_ext.config import rules, speculative
 from vllm_ext.engine import metrics, rule_faults, step_extras
 from vllm_ext.engine.attention import tree_backend
@@ -114,6 +114,13 @@ class Speculation(Part):
 
     def register(self) -> None:
         tree_backend.register()
+        model = self.vllm_config.model_config
+        if model.is_hybrid or model.is_attention_free:
+            hooks.check_hooks(hooks_recurrent.RECURRENT_HOOKS)
+            from vllm_ext.engine.recurrent import gated_delta_net, mamba2
+
+            mamba2.register()
+            gated_delta_net.register()
         super().register()
 
     def init_device(self) -> None:

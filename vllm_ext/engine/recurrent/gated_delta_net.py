@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gated delta nets (arXiv 2412.06464) over draft trees: a packed scan as Mamba-2's, in vLLM's layer.
+
+Registered with vLLM instead of its own `QwenGatedDeltaNetAttention`: Qwen3-Next and Qwen3.5.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from vllm.forward_context import get_forward_context
+from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import QwenGatedDeltaNetAttention
+from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
+from vllm.utils.torch_utils import direct_register_custom_op
+
+from vllm_ext.engine.recurrent.layers import TreeLayer, step_of, stock
+from vllm_ext.engine.recurrent.rows import RecurrentRows
+from vllm_ext.kernels.recurrent_trees import recurrent_trees
+from vllm_ext.kernels.tree_conv import tree_conv
+
+
+class TreeGatedDeltaNet(TreeLayer, QwenGatedDeltaNetAttention):  # type: ignore[misc]  # vLLM is untyped to us
+    """vLLM's layer on a CPU; requests that decode go by our kernels."""
+
+    @property
+    def num_gates(self) -> int:
+        """Of each value head what decays and what is written."""
+        return 2 * int(self.num_v_heads // self.tp_size)
+
+    def forward_cpu(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """vLLM's projections around our operator.
+
+        Args:
+            hidden_states: ``[rows, hidden_size]``.
+        """
+        qkvz, _ = self.in_proj_qkvz(hidden_states)
+        ba, _ = self.in_proj_ba(hidden_states)
+        if self.gqa_interleaved_layout:
+            *parts, z, b, a = self.fix_query_key_value_ordering(qkvz, ba)
+            mixed = torch.cat([part.flatten(1) for part in parts], dim=-1)
+        else:
+            of_value = self.value_dim // self.tp_size
+            mixed, z = qkvz.split([qkvz.shape[1] - of_value, of_value], dim=-1)
+            z = z.reshape(len(z), -1, self.head_v_dim)
+            b, a = ba.chunk(2, dim=-1)
+        out = torch.zeros_like(z)
+        torch.ops.vllm_ext.gated_delta_net(mixed, b, a, out, self.prefix)
+        projected: torch.Tensor = self._output_projection(out, z)
+        return projected
+
+    def trees(
+        self, rows: RecurrentRows, mixed: torch.Tensor, b: torch.Tensor, a: torch.Tensor
+    ) -> torch.Tensor:
+        """``[rows, num_v_heads, head_v_dim]`` of the rows that are ours.
+
+        Args:
+            rows: the step.
+            mixed: ``[rows, queries, keys and values]``, before the convolution.
+            b: ``[rows, num_v_heads]``: what is written, before the sigmoid.
+            a: ``[rows, num_v_heads]``: what decays, before the gating.
+        """
+        conv_state, state = self.kv_cache[:2]
+        packed = mixed.new_empty((rows.num_packed, mixed.shape[1]))
+        tree_conv(
+            mixed,
+            conv_state if is_conv_state_dim_first() else conv_state.transpose(-1, -2),
+            self._conv_weight(),
+            self.conv1d.bias,
+            rows.blocks,
+            rows.row_start,
+            rows.parents,
+            rows.pending,
+            rows.num_pending,
+            rows.packed_start[:-1],
+            packed,
+            self.activation == "silu",
+        )
+        b, a = self.packed(rows, torch.cat([b, a], dim=-1)).float().chunk(2, dim=-1)
+        q, k, v = (part.squeeze(0).float() for part in self.rearrange_mixed_qkv(packed))
+        q, k = (part * (part.square().sum(-1, keepdim=True) + 1e-6).rsqrt() for part in (q, k))
+        out = torch.empty_like(v)
+        recurrent_trees(
+            q * self.head_k_dim**-0.5,
+            k,
+            v,
+            -self.A_log.float().exp() * F.softplus(a + self.dt_bias.float()),
+            b.sigmoid().contiguous(),
+            # vLLM's kernels for CPUs have keys before values in memory, whatever the shape says.
+            state.view(*state.shape[:2], self.head_k_dim, self.head_v_dim).transpose(-1, -2),
+            rows.blocks,
+            rows.packed_start,
+            rows.certain,
+            rows.packed_parents,
+            out,
+        )
+        found: torch.Tensor = out[rows.verified].to(mixed.dtype)
+        return found
+
+    def _conv_weight(self) -> torch.Tensor:
+        """``[channels, width]``; vLLM packs its own for some CPUs."""
+        weight = getattr(self.conv1d, "_cpu_unpacked_conv_weight", None)
+        found: torch.Tensor = (self.conv1d.weight if weight is None else weight).flatten(1)
+        return found
+
+
+def _core(mixed: torch.Tensor, b: torch.Tensor, a: torch.Tensor, out: torch.Tensor, layer_name: str) -> None:
+    """vLLM's operator, over the rows that are not ours."""
+    rows = step_of(layer_name)
+    own = torch.ops.vllm.cpu_gdn_attention_core
+    if rows is None:
+        own(mixed, b, a, out, layer_name)
+        return
+    if rows.stock_rows is not None:
+        part = torch.zeros_like(out[rows.stock_rows])
+        with stock(layer_name, rows):
+            own(*(values[rows.stock_rows].contiguous() for values in (mixed, b, a)), part, layer_name)
+        out[rows.stock_rows] = part
+    layer: Any = get_forward_context().no_compile_layers[layer_name]
+    out[rows.own] = layer.trees(rows, mixed[rows.own].contiguous(), b[rows.own], a[rows.own])
+
+
+def _shape_only(
+    mixed: torch.Tensor, b: torch.Tensor, a: torch.Tensor, out: torch.Tensor, layer_name: str
+) -> None:
+    """For compiled graphs."""
+
+
+@functools.cache
+def register() -> None:
+    """Have vLLM make our layer instead of its own."""
+    library: Any = torch.library.Library("vllm_ext", "FRAGMENT")  # type: ignore[no-untyped-call]
+    register.library = library  # type: ignore[attr-defined]  # what it has defined goes with it
+    direct_register_custom_op(
+        "gated_delta_net", _core, mutates_args=["out"], fake_impl=_shape_only, target_lib=library
+    )
+    QwenGatedDeltaNetAttention.register_oot(TreeGatedDeltaNet, name="QwenGatedDeltaNetAttention")

@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What recurrent layers of ours share: a state for each request instead of one for each draft, and who reads a step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from vllm.forward_context import get_forward_context
+
+from vllm_ext.config import speculative
+from vllm_ext.engine.recurrent.rows import RecurrentRows
+
+
+class TreeLayer:
+    """Mixin in front of vLLM's layer, which keeps ``num_spec`` inputs of its convolution beside the last ones.
+
+    Without a method of ours in the engine it is vLLM's.
+    """
+
+    # vLLM's.
+    prefix: str
+    kv_cache: tuple[torch.Tensor, ...]
+    num_spec: int
+
+    takes_trees = True
+    gates: torch.Tensor  # [num_blocks, 1 + num_spec, ...] of the last step's rows, for those that are pending
+
+    def get_kv_cache_spec(self, vllm_config: Any) -> Any:
+        """vLLM's, without a state for each draft."""
+        spec = super().get_kv_cache_spec(vllm_config)  # type: ignore[misc]
+        return replace(spec, num_speculative_blocks=0) if speculative.from_vllm_config(vllm_config) else spec
+
+    def bind_kv_cache(self, kv_cache: torch.Tensor) -> None:
+        """vLLM's; then there is room for the gates of each state."""
+        super().bind_kv_cache(kv_cache)  # type: ignore[misc]
+        conv, heads = self.kv_cache[0], self.num_gates
+        self.gates = torch.empty((len(conv), 1 + self.num_spec, heads), dtype=conv.dtype, device=conv.device)
+
+    @property
+    def num_gates(self) -> int:
+        """How many numbers of a row are kept beside its convolution's input."""
+        raise NotImplementedError
+
+    def packed(self, rows: RecurrentRows, gates: torch.Tensor) -> torch.Tensor:
+        """The gates of pending rows and of the step's, which are kept for the next.
+
+        Args:
+            rows: the step.
+            gates: ``[rows, num_gates]`` of the step's rows.
+        """
+        found = gates.new_empty((rows.num_packed, gates.shape[1]))
+        found[rows.verified] = gates
+        places, states, last = rows.read
+        found[places] = self.gates[states, last].to(gates.dtype)
+        own, states, offsets = rows.kept
+        self.gates[states, offsets] = gates[own].to(self.gates.dtype)
+        return found
+
+
+def step_of(prefix: str) -> RecurrentRows | None:
+    """A step for the layer of that name; None: it is vLLM's alone, a dummy's or without requests that decode."""
+    metadata = get_forward_context().attn_metadata
+    found = metadata.get(prefix) if isinstance(metadata, dict) else None
+    return found if isinstance(found, RecurrentRows) else None
+
+
+@contextmanager
+def stock(prefix: str, rows: RecurrentRows) -> Iterator[None]:
+    """Where vLLM's layer reads the requests that are not ours."""
+    metadata = get_forward_context().attn_metadata
+    metadata[prefix] = rows.stock
+    try:
+        yield
+    finally:
+        metadata[prefix] = rows

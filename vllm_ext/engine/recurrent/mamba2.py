@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Mamba-2 (arXiv 2405.21060) over draft trees: STree's packed scan (arXiv 2505.14969) in vLLM's layer.
+
+Registered with vLLM instead of its own `MambaMixer2`: Mamba-2, Granite 4, Nemotron-H, Falcon-H1, Bamba and others.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import torch.nn.functional as F
+from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
+from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
+
+from vllm_ext.engine.recurrent.layers import TreeLayer, step_of, stock
+from vllm_ext.engine.recurrent.rows import RecurrentRows
+from vllm_ext.kernels.recurrent_trees import recurrent_trees
+from vllm_ext.kernels.tree_conv import tree_conv
+
+
+class TreeMambaMixer2(TreeLayer, MambaMixer2):  # type: ignore[misc]  # vLLM is untyped to us
+    """vLLM's layer; requests that decode go by our kernels."""
+
+    @property
+    def num_gates(self) -> int:
+        """The time steps of the heads."""
+        return int(self.tped_dt_size)
+
+    def conv_ssm_forward(self, projected_states: torch.Tensor, output: torch.Tensor) -> None:
+        """vLLM's, over the rows that are not ours.
+
+        Args:
+            projected_states: ``[rows, gate, convolution's input and time steps]``.
+            output: ``[rows, num_heads * head_dim]``, written.
+        """
+        rows = step_of(self.prefix)
+        if rows is None:
+            super().conv_ssm_forward(projected_states, output)
+            return
+        if rows.stock_rows is not None:
+            part = torch.empty_like(output[rows.stock_rows])
+            with stock(self.prefix, rows):
+                super().conv_ssm_forward(projected_states[rows.stock_rows].contiguous(), part)
+            output[rows.stock_rows] = part
+        output[rows.own] = self._trees(rows, projected_states[rows.own, self.tped_intermediate_size :])
+
+    def _trees(self, rows: RecurrentRows, inputs: torch.Tensor) -> torch.Tensor:
+        """``[rows, num_heads * head_dim]``."""
+        conv_in, dt = torch.split(inputs, [self.tped_conv_size, self.tped_dt_size], dim=-1)
+        conv_state, state = self.kv_cache[:2]
+        mixed = inputs.new_empty((rows.num_packed, self.tped_conv_size))
+        tree_conv(
+            conv_in,
+            conv_state if is_conv_state_dim_first() else conv_state.transpose(-1, -2),
+            self.conv_weights,
+            self.conv1d.bias,
+            rows.blocks,
+            rows.row_start,
+            rows.parents,
+            rows.pending,
+            rows.num_pending,
+            rows.packed_start[:-1],
+            mixed,
+            self.activation in ("silu", "swish"),
+        )
+        x, k, q = self.split_hidden_states_B_C_fn(mixed)
+        heads = self.tped_dt_size
+        dt = F.softplus(self.packed(rows, dt).float() + self.dt_bias.float())
+        x = x.view(rows.num_packed, heads, self.head_dim)
+        q, k = (part.view(rows.num_packed, -1, self.ssm_state_size) for part in (q, k))
+        out = torch.empty_like(x, dtype=torch.float32)
+        recurrent_trees(
+            q,
+            k,
+            x.float() * dt[:, :, None],
+            dt * self.A,
+            None,
+            state,
+            rows.blocks,
+            rows.packed_start,
+            rows.certain,
+            rows.packed_parents,
+            out,
+        )
+        own = rows.verified
+        out = out[own] + x[own].float() * self.D.float()[:, None]
+        found: torch.Tensor = out.flatten(1).to(inputs.dtype)
+        return found
+
+
+@functools.cache
+def register() -> None:
+    """Have vLLM make our layer instead of its own."""
+    MambaMixer2.register_oot(TreeMambaMixer2, name="MambaMixer2")

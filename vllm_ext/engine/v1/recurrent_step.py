@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Recurrent layers' part of a step on the V1 runner: which requests are ours, and what they have pending."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from vllm_ext.engine.recurrent.rows import Pending, decoding, recurrent_rows
+from vllm_ext.engine.tree_layers import is_recurrent
+from vllm_ext.engine.tree_layout import StepTrees
+
+StockMetadata = Callable[[Any, Any, Any, torch.Tensor, torch.Tensor], tuple[Any, torch.Tensor]]
+
+
+class RecurrentSteps:
+    """Of a runner whose model has recurrent layers.
+
+    Args:
+        groups: the runner's ``attn_groups``, once the caches are bound.
+    """
+
+    def __init__(self, groups: Any) -> None:
+        self.groups = [
+            (group_id, group)
+            for group_id, of_cache in enumerate(groups)
+            for group in of_cache
+            if is_recurrent(group.backend)
+        ]
+        self.pending = Pending()
+
+    def mark(
+        self, trees: StepTrees, batch: Any, metadata: dict[str, Any], common: Any, stock_of: StockMetadata
+    ) -> None:
+        """Give recurrent layers the step instead of vLLM's metadata.
+
+        Args:
+            trees: of the step.
+            batch: the runner's ``input_batch``.
+            metadata: by layer name, changed.
+            common: vLLM's, of no group in particular.
+            stock_of: the runner's, for the requests whose prompts are computed.
+        """
+        if not self.groups:
+            return
+        ours = decoding(trees)
+        taken = [
+            self.pending.take(name, context)
+            for name, context in zip(batch.req_ids, trees.context, strict=True)
+        ]
+        if not len(ours):
+            return
+        pending = [taken[i] for i in ours]
+        others = np.setdiff1d(np.arange(len(trees.context)), ours)
+        for group_id, group in self.groups:
+            table = batch.block_table[group_id]
+            blocks = table.get_device_tensor(len(trees.context))[:, 0].contiguous()
+            rows = recurrent_rows(trees, ours, pending, blocks[torch.from_numpy(ours).to(blocks.device)])
+            if len(others):
+                slots = table.slot_mapping.gpu
+                stock, stock_rows = stock_of(
+                    others, group, common, table.get_device_tensor(len(trees.context)), slots
+                )
+                rows = replace(rows, stock=stock, stock_rows=stock_rows)
+            for name in group.layer_names:
+                metadata[name] = rows

@@ -240,9 +240,18 @@ def _check_recurrent(vllm_config: Any, method: str, choice: RunnerChoice) -> Non
     from vllm.platforms import current_platform
 
     model, cache = f"model {vllm_config.model_config.model!r}", vllm_config.cache_config
-    if choice.runner != "V1" or not current_platform.is_cpu():
+    if choice.runner == "V1" and not current_platform.is_cpu():
         raise ValueError(
-            _refusal(method, model, "has recurrent (Mamba-like) layers, and needs the V1 runner on a CPU.")
+            _refusal(method, model, "has recurrent (Mamba-like) layers, and needs the V2 runner on GPUs.")
+        )
+    mode = vllm_config.compilation_config.cudagraph_mode
+    if mode is not None and mode.has_full_cudagraphs():
+        raise ValueError(
+            _refusal(
+                method,
+                f"{model}, which has recurrent (Mamba-like) layers, and cudagraph_mode={mode.name}",
+                """needs graphs without them: --compilation-config '{"cudagraph_mode": "PIECEWISE"}'.""",
+            )
         )
     if cache.mamba_cache_mode != "none":
         raise ValueError(

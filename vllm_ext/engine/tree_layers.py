@@ -83,6 +83,16 @@ def is_recurrent(backend: type[Any]) -> bool:
     return bool(backend.is_ssm())
 
 
+def recurrent_groups(groups: Iterable[Iterable[Any]]) -> list[tuple[int, Any]]:
+    """Of a runner's ``attn_groups`` those whose layers have a state, each with its KV group."""
+    return [
+        (group_id, group)
+        for group_id, of_cache in enumerate(groups)
+        for group in of_cache
+        if is_recurrent(group.backend)
+    ]
+
+
 def layers_of(runner: Any) -> list[Any]:
     """The attention layers of a runner, group after group; those with a state left out."""
     context = runner.compilation_config.static_forward_context

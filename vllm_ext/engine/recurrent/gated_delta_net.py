@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import QwenGatedDeltaNetAttention
 from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
+from vllm.platforms import current_platform
 from vllm.utils.torch_utils import direct_register_custom_op
 
 from vllm_ext.engine.recurrent.layers import TreeLayer, step_of, stock
@@ -24,6 +25,11 @@ from vllm_ext.kernels.tree_conv import tree_conv
 
 class TreeGatedDeltaNet(TreeLayer, QwenGatedDeltaNetAttention):  # type: ignore[misc]  # vLLM is untyped to us
     """vLLM's layer on a CPU; requests that decode go by our kernels."""
+
+    @property
+    def takes_trees(self) -> bool:
+        """On a CPU: elsewhere vLLM has several ways through the layer, and ours is in none."""
+        return bool(current_platform.is_cpu())
 
     @property
     def num_gates(self) -> int:
@@ -62,6 +68,7 @@ class TreeGatedDeltaNet(TreeLayer, QwenGatedDeltaNetAttention):  # type: ignore[
             b: ``[rows, num_v_heads]``: what is written, before the sigmoid.
             a: ``[rows, num_v_heads]``: what decays, before the gating.
         """
+        self.begin(rows)
         conv_state, state = self.kv_cache[:2]
         packed = mixed.new_empty((rows.num_packed, mixed.shape[1]))
         tree_conv(
@@ -95,6 +102,7 @@ class TreeGatedDeltaNet(TreeLayer, QwenGatedDeltaNetAttention):  # type: ignore[
             rows.certain,
             rows.packed_parents,
             out,
+            max_rows=rows.max_rows,
         )
         found: torch.Tensor = out[rows.verified].to(mixed.dtype)
         return found

@@ -26,8 +26,12 @@ class TreeLayer:
     kv_cache: tuple[torch.Tensor, ...]
     num_spec: int
 
-    takes_trees = True
     gates: torch.Tensor  # [num_blocks, 1 + num_spec, ...] of the last step's rows, for those that are pending
+
+    @property
+    def takes_trees(self) -> bool:
+        """Whether its decoding is ours."""
+        return True
 
     def get_kv_cache_spec(self, vllm_config: Any) -> Any:
         """vLLM's, without a state for each draft."""
@@ -44,6 +48,12 @@ class TreeLayer:
     def num_gates(self) -> int:
         """How many numbers of a row are kept beside its convolution's input."""
         raise NotImplementedError
+
+    def begin(self, rows: RecurrentRows) -> None:
+        """States of requests that have read nothing yet hold what others have left in their blocks."""
+        if rows.fresh is not None:
+            for state in self.kv_cache[:2]:
+                state[rows.fresh] = 0
 
     def packed(self, rows: RecurrentRows, gates: torch.Tensor) -> torch.Tensor:
         """The gates of pending rows and of the step's, which are kept for the next.

@@ -47,6 +47,7 @@ class TreeMambaMixer2(TreeLayer, MambaMixer2):  # type: ignore[misc]  # vLLM is 
 
     def _trees(self, rows: RecurrentRows, inputs: torch.Tensor) -> torch.Tensor:
         """``[rows, num_heads * head_dim]``."""
+        self.begin(rows)
         conv_in, dt = torch.split(inputs, [self.tped_conv_size, self.tped_dt_size], dim=-1)
         conv_state, state = self.kv_cache[:2]
         mixed = inputs.new_empty((rows.num_packed, self.tped_conv_size))
@@ -82,6 +83,7 @@ class TreeMambaMixer2(TreeLayer, MambaMixer2):  # type: ignore[misc]  # vLLM is 
             rows.certain,
             rows.packed_parents,
             out,
+            max_rows=rows.max_rows,
         )
         own = rows.verified
         out = out[own] + x[own].float() * self.D.float()[:, None]

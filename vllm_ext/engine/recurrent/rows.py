@@ -8,7 +8,7 @@ that it has there; nodes start from it, and leave no trace.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -42,7 +42,8 @@ class RecurrentRows:
     read: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
     # Of all nodes, int64: places among ``own``, states, rows of the step.
     kept: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-    max_rows: int  # the most packed rows of a request
+    fresh: torch.Tensor | None  # int64: states of requests that have read nothing yet
+    max_rows: int  # the most of a request, its pending ones left out
     stock: Any = None  # vLLM's metadata of the other requests; None when there are none
     stock_rows: Rows | None = None
 
@@ -95,12 +96,12 @@ def recurrent_rows(
     device = blocks.device
     num_rows = np.diff(trees.row_start)[ours]
     num_pending = np.array([len(rows) for rows in pending], dtype=np.int32)
-    start, packed_start = _starts(num_rows), _starts(num_rows + num_pending)
+    start, packed_start = starts(num_rows), starts(num_rows + num_pending)
     parents = np.concatenate([trees.parents[trees.rows(i)] for i in ours]).astype(np.int32)
-    offset = _offsets(num_rows)
+    offset = offsets(num_rows)
     behind = np.repeat(num_pending, num_rows)  # of each row the pending rows before its root
     verified = np.repeat(packed_start[:-1], num_rows) + behind + offset
-    packed_parents = _offsets(num_rows + num_pending) - 1
+    packed_parents = offsets(num_rows + num_pending) - 1
     packed_parents[verified] = parents + behind
     table = np.zeros((len(ours), max(1, num_pending.max())), dtype=np.int32)
     for i, rows in enumerate(pending):
@@ -117,7 +118,7 @@ def recurrent_rows(
 
     states = blocks.to(torch.int64)
     return RecurrentRows(
-        own=_as_rows(query, index),
+        own=as_rows(query, index),
         blocks=blocks,
         row_start=to(start, np.int32),
         parents=to(parents, np.int32),
@@ -128,29 +129,30 @@ def recurrent_rows(
         certain=to(num_pending + 1, np.int32),
         verified=index(verified),
         read=(
-            index(np.repeat(packed_start[:-1], num_pending) + _offsets(num_pending)),
+            index(np.repeat(packed_start[:-1], num_pending) + offsets(num_pending)),
             states[index(np.repeat(owner, num_pending))],
             index(np.concatenate([np.asarray(rows, dtype=np.int64) for rows in pending])),
         ),
         kept=(index(nodes), states[index(np.repeat(owner, num_rows)[nodes])], index(offset[nodes])),
-        max_rows=int((num_rows + num_pending).max()),
+        fresh=None,
+        max_rows=int(num_rows.max()),
     )
 
 
-def _as_rows(rows: Any, index: Any) -> Rows:
-    """A slice where the rows lie in a range."""
+def as_rows(rows: Any, index: Callable[[Any], torch.Tensor]) -> Rows:
+    """A slice where ascending rows lie in a range, else what ``index`` makes of them."""
     if len(rows) == rows[-1] - rows[0] + 1:
         return slice(int(rows[0]), int(rows[-1]) + 1)
-    found: torch.Tensor = index(rows)
+    return index(rows)
+
+
+def starts(lengths: Any) -> Int32:
+    """Where each of so many begins, and the end."""
+    found = np.zeros(len(lengths) + 1, dtype=np.int32)
+    np.cumsum(lengths, out=found[1:])
     return found
 
 
-def _starts(lengths: Any) -> Int32:
-    starts = np.zeros(len(lengths) + 1, dtype=np.int32)
-    np.cumsum(lengths, out=starts[1:])
-    return starts
-
-
-def _offsets(lengths: Any) -> Int32:
+def offsets(lengths: Any) -> Int32:
     """``[0, 1, ..., n - 1]`` for each length n, one after the other."""
-    return np.arange(lengths.sum(), dtype=np.int32) - np.repeat(_starts(lengths)[:-1], lengths)
+    return np.arange(lengths.sum(), dtype=np.int32) - np.repeat(starts(lengths)[:-1], lengths)

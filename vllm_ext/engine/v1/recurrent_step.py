@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from vllm_ext.engine.recurrent.rows import Pending, decoding, recurrent_rows
-from vllm_ext.engine.tree_layers import is_recurrent
+from vllm_ext.engine.tree_layers import recurrent_groups
 from vllm_ext.engine.tree_layout import StepTrees
 
 StockMetadata = Callable[[Any, Any, Any, torch.Tensor, torch.Tensor], tuple[Any, torch.Tensor]]
@@ -25,12 +25,7 @@ class RecurrentSteps:
     """
 
     def __init__(self, groups: Any) -> None:
-        self.groups = [
-            (group_id, group)
-            for group_id, of_cache in enumerate(groups)
-            for group in of_cache
-            if is_recurrent(group.backend)
-        ]
+        self.groups = recurrent_groups(groups)
         self.pending = Pending()
 
     def mark(

@@ -6,11 +6,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from vllm_ext.compat import hooks, hooks_recurrent, hooks_v1
+from vllm_ext.compat import hooks_v1
 from vllm_ext.config import rules, speculative
 from vllm_ext.engine import metrics, rule_faults, step_extras
 from vllm_ext.engine.attention import tree_backend
 from vllm_ext.engine.models import cpu_linear
+from vllm_ext.engine.recurrent import registry
 from vllm_ext.engine.startup_log import MIN_P, Started, without
 from vllm_ext.engine.state.keeper import Checkpointer
 from vllm_ext.engine.v1 import logits_processor, model_runner, steering_runner
@@ -114,13 +115,7 @@ class Speculation(Part):
 
     def register(self) -> None:
         tree_backend.register()
-        model = self.vllm_config.model_config
-        if model.is_hybrid or model.is_attention_free:
-            hooks.check_hooks(hooks_recurrent.RECURRENT_HOOKS)
-            from vllm_ext.engine.recurrent import gated_delta_net, mamba2
-
-            mamba2.register()
-            gated_delta_net.register()
+        registry.register(self.vllm_config.model_config)
         super().register()
 
     def init_device(self) -> None:

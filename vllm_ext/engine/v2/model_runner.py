@@ -24,6 +24,7 @@ from vllm_ext.config import runners, speculative
 from vllm_ext.engine import step_extras, tree_layers
 from vllm_ext.engine.attention import tree_backend
 from vllm_ext.engine.processors.v1_interface import V1Processors
+from vllm_ext.engine.recurrent.device_rows import DeviceSteps
 from vllm_ext.engine.v2 import shares
 from vllm_ext.engine.v2.device_speculator import DeviceSpeculator
 from vllm_ext.engine.v2.host_speculator import HostSpeculator
@@ -88,6 +89,9 @@ class SpeculativeRunner:
         # vLLM's own would cut drafts on the device, by chances of a drafter's chains: steps come cut.
         self.speculator.varlen, self.adaptive_verification = self.adaptive_verification is not None, None
         self.speculator.bind(self)
+        runner: Any = self
+        slots, nodes = self.speculator.max_num_reqs, self.speculator.num_nodes
+        self.model_state.recurrent = DeviceSteps(runner.attn_groups, slots, nodes, self.device)
         reason = self.speculator.chain_reason = self._chain_reason()
         if reason is not None:
             tree_layers.warn_of_chains(reason)
@@ -187,7 +191,11 @@ class SpeculativeRunner:
             counts = input_batch.num_draft_tokens_per_req.tolist()  # numpy
             grammar_output = known.masked(grammar_output, dict(zip(input_batch.req_ids, counts, strict=True)))
         result = super().sample(hidden_states, input_batch, grammar_output)  # type: ignore[misc]
-        if input_batch.num_draft_tokens:
+        drafted = bool(input_batch.num_draft_tokens)
+        self.model_state.recurrent.note(
+            input_batch.idx_mapping, self.rejection_sampler.walked if drafted else None
+        )
+        if drafted:
             self._settle()
             if known is None:
                 structured = self.speculator.structured[input_batch.idx_mapping_np]

@@ -11,10 +11,14 @@ from abc import ABC
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 from vllm.config.compilation import CUDAGraphMode
 
+from vllm_ext.engine import tree_layers
 from vllm_ext.engine.attention import tree_backend
+from vllm_ext.engine.recurrent.device_rows import DeviceSteps, to_device
+from vllm_ext.engine.recurrent.rows import as_rows, offsets, starts
 from vllm_ext.engine.v2.speculator import TreeSpeculator
 from vllm_ext.kernels.tree_attention import TreeRows
 
@@ -23,6 +27,7 @@ class TreeState(ABC):
     """Mixin in front of vLLM's model state class, an ABC: only of another can its instances be made."""
 
     speculator: TreeSpeculator
+    recurrent: DeviceSteps
     slot_mappings: torch.Tensor | None = None  # int64 [KV groups, query rows], of the step that runs
 
     def preprocess_state(self, input_batch: Any, *args: Any, **kwargs: Any) -> None:
@@ -56,6 +61,19 @@ class TreeState(ABC):
             **kwargs,
         )
         self.slot_mappings = slot_mappings
+
+        def stock_of(requests: Any) -> tuple[dict[str, Any], Any]:
+            """vLLM's metadata of some requests, and their query rows."""
+            batch, places, rows = _part(input_batch, requests)
+            tables = tuple(table[places] for table in block_tables)
+            own: dict[str, Any] = stock.prepare_attn(
+                batch, CUDAGraphMode.NONE, tables, slot_mappings[:, rows], *arguments, **kwargs
+            )
+            return own, rows
+
+        if not for_capture:
+            parents = self.speculator.layout.parents if input_batch.num_draft_tokens else None
+            self.recurrent.mark(input_batch, parents, metadata, block_tables, stock_of)
         replayed = cudagraph_mode == CUDAGraphMode.FULL and not for_capture
         if self.speculator.chain_reason is not None or replayed:
             return metadata  # a graph that is replayed reads the layout
@@ -66,16 +84,7 @@ class TreeState(ABC):
         others, other_rows = None, None
         if num_trees < input_batch.num_reqs:
             # Requests with drafts come first.
-            first_row = int(input_batch.query_start_loc_np[num_trees])
-            others = stock.prepare_attn(
-                _behind(input_batch, num_trees),
-                CUDAGraphMode.NONE,
-                tuple(table[num_trees:] for table in block_tables),
-                slot_mappings[:, first_row:],
-                *arguments,
-                **kwargs,
-            )
-            other_rows = slice(first_row, input_batch.num_tokens)
+            others, other_rows = stock_of(np.arange(num_trees, input_batch.num_reqs))
         if for_capture:
             most = (
                 input_batch.max_query_len
@@ -86,6 +95,8 @@ class TreeState(ABC):
             most = 1 + input_batch.num_draft_tokens_per_req.max()
         for groups in attn_groups:
             for group in groups:
+                if tree_layers.is_recurrent(group.backend):
+                    continue
                 name = group.layer_names[0]
                 rows = self._rows(metadata[name].block_table[:num_trees], num_trees, num_rows, int(most))
                 marked = tree_backend.TreeMetadata(rows, others and others[name], other_rows)
@@ -138,30 +149,44 @@ def _trees(input_batch: Any) -> tuple[int, int]:
     return number, int(input_batch.cu_num_logits_np[number])
 
 
-def _behind(input_batch: Any, first: int) -> Any:
-    """The batch of the requests from one on: what vLLM's metadata is made of."""
-    first_row, end = int(input_batch.query_start_loc_np[first]), input_batch.num_reqs + 1
-    num_reqs, num_tokens = input_batch.num_reqs - first, input_batch.num_tokens - first_row
+def _part(input_batch: Any, requests: Any) -> tuple[Any, Any, Any]:
+    """The batch of some requests, what vLLM's metadata is made of; and on the device their places and query rows.
+
+    Args:
+        input_batch: vLLM's.
+        requests: int ``[requests]``, on the host: their places in the batch, ascending.
+    """
+    first = input_batch.query_start_loc_np[requests]
+    lengths = input_batch.query_start_loc_np[requests + 1] - first
+    device = input_batch.query_start_loc.device
+
+    def index(array: Any) -> torch.Tensor:
+        return to_device(array, torch.int64, device)
+
+    places, rows = as_rows(requests, index), as_rows(np.repeat(first, lengths) + offsets(lengths), index)
+    start, num_reqs, num_tokens = starts(lengths), len(requests), int(lengths.sum())
 
     def cut(values: Any) -> Any:
-        return None if values is None else values[first:]
+        return None if values is None else values[requests]
 
-    return replace(
+    batch = replace(
         input_batch,
-        req_ids=input_batch.req_ids[first:],
+        req_ids=[input_batch.req_ids[place] for place in requests],
         num_reqs=num_reqs,
         num_reqs_after_padding=num_reqs,
-        idx_mapping=input_batch.idx_mapping[first:],
-        idx_mapping_np=input_batch.idx_mapping_np[first:],
-        num_scheduled_tokens=input_batch.num_scheduled_tokens[first:],
+        idx_mapping=input_batch.idx_mapping[places],
+        idx_mapping_np=input_batch.idx_mapping_np[requests],
+        num_scheduled_tokens=input_batch.num_scheduled_tokens[requests],
         num_tokens=num_tokens,
         num_tokens_after_padding=num_tokens,
-        query_start_loc=input_batch.query_start_loc[first:end] - first_row,
-        query_start_loc_np=input_batch.query_start_loc_np[first:end] - first_row,
-        seq_lens=input_batch.seq_lens[first:],
-        seq_lens_cpu_upper_bound=input_batch.seq_lens_cpu_upper_bound[first:],
-        is_prefilling_np=input_batch.is_prefilling_np[first:],
-        positions=input_batch.positions[first_row:],
-        prompt_lens=cut(input_batch.prompt_lens),
+        query_start_loc=to_device(start, torch.int32, device),
+        query_start_loc_np=start,
+        seq_lens=input_batch.seq_lens[places],
+        seq_lens_cpu_upper_bound=input_batch.seq_lens_cpu_upper_bound[requests],
+        is_prefilling_np=input_batch.is_prefilling_np[requests],
+        positions=input_batch.positions[rows],
+        num_draft_tokens_per_req=cut(input_batch.num_draft_tokens_per_req),
+        prompt_lens=None if input_batch.prompt_lens is None else input_batch.prompt_lens[places],
         prefill_runs_as_decode_np=cut(input_batch.prefill_runs_as_decode_np),
     )
+    return batch, places, rows

@@ -8,6 +8,7 @@ from typing import Any
 from vllm_ext.compat import hooks_v2
 from vllm_ext.engine import rule_faults
 from vllm_ext.engine.attention import v2_backends
+from vllm_ext.engine.recurrent import registry
 from vllm_ext.engine.startup_log import Started
 from vllm_ext.engine.v2 import model_runner
 from vllm_ext.engine.v2.logits_processor import RuleProcessor
@@ -37,6 +38,7 @@ class Speculation(WorkerPart):
 
     def register(self) -> None:
         v2_backends.register()
+        registry.register(self.vllm_config.model_config)
         super().register()
 
     def init_device(self) -> None:

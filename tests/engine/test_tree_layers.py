@@ -180,7 +180,15 @@ def test_one_layer_of_many_is_enough_and_is_named() -> None:
 @pytest.mark.parametrize(
     ("changed", "of_model", "reason"),
     [
-        ({"uses_mrope": True}, {"uses_mrope": True}, "M-RoPE"),
+        ({"uses_mrope": True}, {"uses_mrope": True}, None),
+        (
+            {"uses_mrope": True},
+            {
+                "uses_mrope": True,
+                "multimodal_config": SimpleNamespace(is_multimodal_pruning_enabled=lambda: True),
+            },
+            "M-RoPE over pruned videos (video_pruning_rate)",
+        ),
         (
             {"dcp_world_size": 2, "dcp_size": 2},
             {},

@@ -267,6 +267,12 @@ HOOKS = (
     ),
     Hook(
         _RUNNER,
+        "GPUModelRunner._calc_mrope_positions",
+        ("self", "scheduler_output"),
+        "counts M-RoPE's positions on from the prompt's",
+    ),
+    Hook(
+        _RUNNER,
         "GPUModelRunner._calc_spec_decode_metadata",
         ("self", "num_draft_tokens", "cu_num_scheduled_tokens"),
         "says which rows are verified",

@@ -93,6 +93,12 @@ V2_HOOKS = (
         "hands positions to the model",
     ),
     Hook(
+        f"{_GPU}.model_states.default",
+        "DefaultModelState.prepare_inputs",
+        ("self", "input_batch", "req_states"),
+        "hands M-RoPE's positions to the model",
+    ),
+    Hook(
         _STATE,
         "ModelState.prepare_dummy_inputs",
         ("self", "num_reqs", "num_tokens"),

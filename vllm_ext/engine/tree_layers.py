@@ -61,8 +61,10 @@ def chain_reason(runner: Any, uses_mrope: bool, dcp_size: int, uses_pcp: bool = 
     Raises:
         ValueError: chains would be wrong too.
     """
-    if uses_mrope:
-        return "multimodal rotary positions (M-RoPE) are not supported"
+    multimodal = getattr(runner.vllm_config.model_config, "multimodal_config", None)
+    if uses_mrope and multimodal is not None and multimodal.is_multimodal_pruning_enabled():
+        # The V1 runner works the step's positions out again once it has seen what is left of a video.
+        return "M-RoPE over pruned videos (video_pruning_rate) is not supported"
     if dcp_size > 1:
         return f"decode_context_parallel_size={dcp_size} is not supported"
     if uses_pcp:

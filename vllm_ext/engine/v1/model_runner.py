@@ -164,10 +164,17 @@ class SpeculativeRunner(UndrawnNoise):
             runner.input_ids.np,
         )
         if trees.branching:
-            rows, positions = trees.branching_rows()
-            self.positions[_to(rows, self.device)] = _to(positions, self.device).to(self.positions.dtype)
+            self._place_nodes(*trees.branching_rows())
         self.step_trees = trees
         return result
+
+    def _place_nodes(self, query_rows: Int32, positions: Int32) -> None:
+        """Give tree nodes their rotary positions; with M-RoPE by as much elsewhere, alike in each dimension."""
+        runner: Any = self
+        rows, new = _to(query_rows, self.device), _to(positions, self.device).to(self.positions.dtype)
+        if runner.uses_mrope:
+            runner.mrope_positions.gpu[:, rows] += new - self.positions[rows]
+        self.positions[rows] = new
 
     def _calc_spec_decode_metadata(self, num_draft_tokens: Any, cu_num_scheduled_tokens: Any) -> Any:
         """Which rows are verified, instead of vLLM's seven tensors, of which our verifier reads no other."""

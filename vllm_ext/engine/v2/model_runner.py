@@ -126,7 +126,7 @@ class SpeculativeRunner:
         runner: Any = self
         return tree_layers.chain_reason(
             self,
-            runner.model_config.uses_mrope or getattr(self.model_state, "rope_state", None) is not None,
+            runner.model_config.uses_mrope,
             runner.dcp_size,
             runner.pcp_manager is not None,
         )

@@ -2,7 +2,8 @@
 """vLLM's V2 model state, taught trees: rotary positions before the forward pass, attention metadata that knows them.
 
 What a captured graph reads lies in the buffers of `speculator`: positions are changed in place, in vLLM's own buffer
-and after it has computed the slots from them.
+and after it has computed the slots from them. With M-RoPE the model reads others, which vLLM computes behind that: they
+are moved by as much, alike in each dimension, since a draft is text.
 """
 
 from __future__ import annotations
@@ -28,14 +29,26 @@ class TreeState(ABC):
 
     speculator: TreeSpeculator
     recurrent: DeviceSteps
+    rope_state: Any = None  # vLLM's, of models with M-RoPE
     slot_mappings: torch.Tensor | None = None  # int64 [KV groups, query rows], of the step that runs
+    _moved: torch.Tensor | None = None  # int64 [query rows] by how much rows were moved, until M-RoPE's are
 
     def preprocess_state(self, input_batch: Any, *args: Any, **kwargs: Any) -> None:
         """vLLM's last word before the metadata: slots are computed, by the flat positions."""
         super().preprocess_state(input_batch, *args, **kwargs)  # type: ignore[misc]
         # Graphs for any query lengths read where each request's root is, of steps without drafts too.
         if input_batch.num_draft_tokens or (self.speculator.varlen and not input_batch.has_prefill):
+            flat = None if self.rope_state is None else input_batch.positions.clone()
             self.speculator.lay_out(input_batch)
+            self._moved = None if flat is None else input_batch.positions - flat
+
+    def prepare_inputs(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """vLLM's inputs, with M-RoPE's positions of tree nodes."""
+        inputs: dict[str, Any] = super().prepare_inputs(*args, **kwargs)  # type: ignore[misc]
+        if self._moved is not None:
+            inputs["positions"] += self._moved
+            self._moved = None
+        return inputs
 
     def prepare_attn(
         self,

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from vllm.model_executor.layers.linear import LinearBase
 
 from vllm_ext.engine.composed import scheduler
 from vllm_ext.engine.models import second_model
+from vllm_ext.engine.v1.aux_logits import SecondModel
 from vllm_ext.proposers.draft_model import DraftModelOptions
 
 
@@ -59,6 +61,20 @@ def test_companions_of_rules_read_text_alone(slice_dir: str, tmp_path: Path) -> 
         start()
     with pytest.raises(ValueError, match="its tokenizer is not"):
         start(limit_mm_per_prompt={"image": 0})
+
+
+def test_companions_have_one_place_of_a_token_with_m_rope() -> None:
+    """Of text, its places in all dimensions are alike."""
+    second, seen = object.__new__(SecondModel), []
+    vars(second).update(
+        _config=SimpleNamespace(model_config=SimpleNamespace(get_vocab_size=lambda: 9)),
+        _model=lambda **given: seen.append(given["positions"].tolist()),
+        hidden=None,
+    )
+    places = torch.tensor([4, 5, 5])
+    for positions in (places, places.expand(3, -1)):
+        second.forward(torch.tensor([1, 2, 3], dtype=torch.int32), positions)
+    assert seen == [[4, 5, 5]] * 2
 
 
 def test_another_model(slice_dir: str, tmp_path: Path) -> None:

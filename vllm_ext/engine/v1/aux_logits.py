@@ -60,7 +60,12 @@ class SecondModel:
         )
 
     def forward(self, tokens: torch.Tensor, positions: torch.Tensor) -> None:
-        """Where vLLM's forward context is the target's step: int32 and int64 ``[num_tokens]``."""
+        """Where vLLM's forward context is the target's step: int32 ``[num_tokens]``, and int64 as many or in rows.
+
+        With M-RoPE there are rows, one a dimension. Of text, which is all that the target reads here, they are alike.
+        """
+        if positions.dim() > 1:
+            positions = positions[0]
         known = torch.where(tokens < self._config.model_config.get_vocab_size(), tokens, 0)
         result = self._model(input_ids=known, positions=positions, intermediate_tensors=None)
         self._hidden, self._streams = (result, []) if self.hidden is None else result

@@ -3,7 +3,8 @@
 
 Row j of a request has its key and value at flat index ``context_len + j`` of the request's blocks. It attends to
 the ``context_len`` tokens before the tree, to its ancestors and to itself; of these, with a sliding window, to the
-last ones by position in the text, which is ``context_len`` plus the row's depth. A tree that grows from one forward
+last ones by position in the text, which is ``context_len`` plus the row's depth, or with chunks those of its own
+chunk of the text. A tree that grows from one forward
 pass to the next has rows that were computed before: only the others have queries.
 """
 
@@ -112,16 +113,24 @@ class Scoring(NamedTuple):
         soft_cap: a score s becomes ``soft_cap * tanh(s / soft_cap)``; 0: it stays.
         sinks: float32 ``[num_heads]``, contiguous, on query's device: of each head a score that has a weight and no
             value; None: there are none.
+        chunk: tokens of a chunk: a row sees those of its own, itself included, which begins at a multiple of this in
+            the text; 0: all. Not with a window. Blocks that no row sees are not read.
     """
 
     window: int = 0
     soft_cap: float = 0.0
     sinks: torch.Tensor | None = None
+    chunk: int = 0
 
     @property
-    def kind(self) -> tuple[int, bool, bool]:
+    def most_seen(self) -> int:
+        """Tokens that a row sees at most; 0: all."""
+        return self.window or self.chunk
+
+    @property
+    def kind(self) -> tuple[int, int, bool, bool]:
         """What a launch depends on."""
-        return self.window, self.soft_cap > 0.0, self.sinks is not None
+        return self.window, self.chunk, self.soft_cap > 0.0, self.sinks is not None
 
 
 PLAIN = Scoring()
@@ -190,9 +199,13 @@ def _form(backend: Backend) -> Any:
 
 
 def _validate_scoring(scoring: Scoring, query: torch.Tensor) -> None:
-    window, soft_cap, sinks = scoring
-    if window < 0 or not 0.0 <= soft_cap < float("inf"):
-        raise ValueError(f"window={window}, soft_cap={soft_cap} must be at least 0, and finite; 0: none")
+    window, soft_cap, sinks, chunk = scoring
+    if min(window, chunk) < 0 or not 0.0 <= soft_cap < float("inf"):
+        raise ValueError(
+            f"window={window}, soft_cap={soft_cap}, chunk={chunk} must be at least 0, and finite; 0: none"
+        )
+    if window and chunk:
+        raise ValueError(f"window={window} and chunk={chunk} do not go together; leave one at 0")
     if sinks is not None and (
         sinks.dtype != torch.float32
         or sinks.shape != query.shape[1:2]

@@ -43,8 +43,8 @@ from vllm_ext.kernels.numba_vectors import (
 from vllm_ext.kernels.tree_attention import PLAIN, Scoring, TreeRows
 
 LEAST = np.float32(-1e30)  # below any score, above that of a token that is hidden
-CHUNK = 256  # tokens between two steps of the online softmax, rounded up to whole blocks
-WIDE_ROWS = 96  # rows of a task: their scores of a chunk stay in the second-level cache
+STEP = 256  # tokens between two steps of the online softmax, rounded up to whole blocks
+WIDE_ROWS = 96  # rows of a task: their scores of a step stay in the second-level cache
 WIDE_ROWS_THREADED = 24  # smaller, so that one request's few KV heads keep several threads busy
 
 
@@ -63,7 +63,7 @@ class _Arguments(ctypes.Structure):
             *("block_table", "max_blocks", "first_row", "num_rows", "num_past", "context_len", "parents"),
             "num_requests",
             "wide_rows",
-            *("window", "sinks"),
+            *("window", "chunk", "sinks"),
         )
     ] + [("scale", ctypes.c_double), ("soft_cap", ctypes.c_double)]
 
@@ -102,7 +102,7 @@ def tree_attention_numba(
     arguments.query, arguments.output = query.data_ptr(), output.data_ptr()
     arguments.keys, arguments.values = key_cache.data_ptr(), value_cache.data_ptr()
     arguments.scale, arguments.soft_cap = scale * LOG2_E, scoring.soft_cap * LOG2_E
-    arguments.window = scoring.window
+    arguments.window, arguments.chunk = scoring.window, scoring.chunk
     arguments.sinks = 0 if scoring.sinks is None else scoring.sinks.data_ptr()
     run_in_threads(run, arguments, threads)
 
@@ -176,6 +176,15 @@ def _compiled(dtype: torch.dtype, paired: bool) -> Any:
 
 
 @numba.njit(error_model="numpy")  # type: ignore[untyped-decorator]
+def _depth(parents: Any, start: int, row: int) -> int:
+    """How many ancestors a row has."""
+    depth, ancestor = 0, np.int64(parents[start + row])
+    while ancestor >= 0:
+        depth, ancestor = depth + 1, np.int64(parents[start + ancestor])
+    return depth
+
+
+@numba.njit(error_model="numpy")  # type: ignore[untyped-decorator]
 def _attend(pointer: Any, dtype: Any, cache_dtype: Any) -> None:
     """All tasks that no other thread takes.
 
@@ -204,9 +213,9 @@ def _attend(pointer: Any, dtype: Any, cache_dtype: Any) -> None:
         all_rows += np.int64(num_rows[i])
     parents = numba.carray(pointer_to(args.parents, np.int32), all_rows)
     padded = round_up(min(args.wide_rows, most * group), 2)
-    chunk: Any = max(1, CHUNK // block_size) * block_size
+    step: Any = max(1, STEP // block_size) * block_size
     # LANES more: rows a power of two apart would share cache sets, and masking runs over the end.
-    stride = chunk + LANES
+    stride = step + LANES
     line = head_size + LANES  # the last LANES are the sum of the weights
     q = np.zeros(padded * head_size, np.float32)
     scores = np.zeros(padded * stride, np.float32)
@@ -215,6 +224,7 @@ def _attend(pointer: Any, dtype: Any, cache_dtype: Any) -> None:
     hide_stride = most + 2 * LANES
     hide = np.empty((min(padded, most) + 1) * hide_stride, np.float32)
     window = args.window if args.window > 0 else np.int64(1) << 40
+    chunk = args.chunk
     edges = np.empty(min(padded, most) + 1, np.int64)  # the first token that a tree row sees
     has_sinks, caps = args.sinks != 0, args.soft_cap > 0.0
     sinks = numba.carray(pointer_to(args.sinks, np.float32), args.num_kv_heads * group)
@@ -254,18 +264,23 @@ def _attend(pointer: Any, dtype: Any, cache_dtype: Any) -> None:
                 # What each tree row may see of the others, as an upper bound of the score.
                 hide[: (high - low + 1) * hide_stride] = np.float32(-np.inf)
                 for r in range(low, high + 1):
+                    reach = window  # tokens that the row sees, itself included
+                    if chunk > 0:
+                        reach = (context + _depth(parents, start, r)) % chunk + 1
                     ancestor, seen = np.int64(r), 0
                     while ancestor >= 0:
-                        if seen < window:
+                        if seen < reach:
                             hide[(r - low) * hide_stride + ancestor] = np.float32(np.inf)
                         ancestor, seen = np.int64(parents[start + ancestor]), seen + 1
-                    edges[r - low] = context + seen - window
+                    edges[r - low] = context + seen - reach
 
                 length: Any = context + high + 1  # later rows are nobody's ancestors here
                 # No row sees what the root does not.
-                seen_from: Any = max(context + 1 - window, 0) // block_size * block_size
-                for first in range(seen_from, length, chunk):
-                    width = min(chunk, length - first)
+                seen_from: Any = max(context + 1 - window, 0)
+                if chunk > 0:
+                    seen_from = context // chunk * chunk
+                for first in range(seen_from // block_size * block_size, length, step):
+                    width = min(step, length - first)
                     for offset in range(0, width, block_size):
                         block = np.int64(block_table[table + (first + offset) // block_size])
                         matrix_product(
@@ -286,7 +301,7 @@ def _attend(pointer: Any, dtype: Any, cache_dtype: Any) -> None:
                         )
                     tree: Any = max(
                         context - first, 0
-                    )  # the tree's first column, if there is one in this chunk
+                    )  # the tree's first column, if there is one in this step
                     width_used: Any = round_up(width, LANES)
                     for m in range(count):
                         if caps:

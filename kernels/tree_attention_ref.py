@@ -48,6 +48,8 @@ def tree_attention_ref(
             place[context + row] = context + int(visible[row, context:].sum()) - 1
         if scoring.window:
             visible &= place > place[context:, None] - scoring.window
+        if scoring.chunk:
+            visible &= place >= place[context:, None] // scoring.chunk * scoring.chunk
         asked = slice(first, first + rows - past)
         scores = query[asked].transpose(0, 1).float() @ keys.transpose(1, 2) * scale
         if scoring.soft_cap:

@@ -52,7 +52,7 @@ def plan(
     wide: bool,
     cores: int,
     tile: int | None = None,
-    window: int = 0,
+    most_seen: int = 0,
 ) -> Launch:
     """The launch for these trees. Tiles and steps are as large as registers hold, see `scripts/compile_kernels.py`.
 
@@ -65,7 +65,7 @@ def plan(
         wide: operands have 32 bits.
         cores: streaming multiprocessors of the device.
         tile: most rows of a tile, a power of two from LEAST_ROWS to WIDE_ROWS; None: 64, and fewer of large heads.
-        window: see `Scoring`.
+        most_seen: see `Scoring`.
     """
     requests, max_blocks = trees.block_table.shape
     packed = min(len(trees.parents), trees.max_rows) * (num_heads // num_kv_heads)
@@ -77,8 +77,8 @@ def plan(
     tiles = triton.cdiv(packed, rows)
     without = requests * num_kv_heads * tiles
     longest = max_blocks * block_size
-    if window:
-        longest = min(longest, window + trees.max_rows)
+    if most_seen:
+        longest = min(longest, most_seen + trees.max_rows)
     longest = triton.cdiv(longest, LEAST_KEYS)
     splits = max(1, min(cores * PROGRAMS_PER_CORE // max(without, 1), longest, MOST_SPLITS))
     return Launch(rows, tiles, splits, keys, warps)
@@ -212,9 +212,9 @@ def attend_nodes_triton(
 
 def _of_layer(scoring: Scoring, trees: TreeRows, unused: torch.Tensor) -> tuple[Any, ...]:
     """The kernel's arguments of a layer's scoring."""
-    depths = trees.depths if scoring.window else unused
+    depths = trees.depths if scoring.most_seen else unused
     sinks = unused if scoring.sinks is None else scoring.sinks
-    return scoring.window, scoring.soft_cap * LOG2_E, depths, sinks
+    return scoring.most_seen, scoring.soft_cap * LOG2_E, depths, sinks
 
 
 def _check(key_cache: torch.Tensor, trees: TreeRows) -> None:
@@ -251,7 +251,7 @@ def _prepare(
         wide = query.dtype == torch.float32
         cores = _cores(query.device)
         launch = plan(
-            trees, num_heads, num_kv_heads, head_size, block_size, wide, cores, tile, scoring.window
+            trees, num_heads, num_kv_heads, head_size, block_size, wide, cores, tile, scoring.most_seen
         )
         prepared["launch"] = launch
         prepared["arguments"] = (
@@ -279,6 +279,7 @@ def _prepare(
             "LEAST": LEAST_KEYS,
             "WORDS": WORDS,
             "WINDOW": scoring.window > 0,
+            "CHUNK": scoring.chunk > 0,
             "CAP": scoring.soft_cap > 0.0,
             "SINKS": scoring.sinks is not None,
             "BLOCK": block_size,  # a power of two is a shift for each key, and no division
@@ -308,7 +309,7 @@ def _room(device: torch.device, head: int, rows: int) -> tuple[torch.Tensor, tor
     return parts, torch.empty(size, dtype=torch.float32, device=device)
 
 
-@triton.jit(do_not_specialize=["splits", "window"])
+@triton.jit(do_not_specialize=["splits", "most_seen"])
 def _attend(
     query,
     keys,
@@ -344,9 +345,9 @@ def _attend(
     parts,  # float32 [programs, ROWS, HEAD], written to if SPLIT
     logs,  # float32 [programs, ROWS]
     splits,
-    window,
+    most_seen,  # the window's tokens or a chunk's
     soft_cap,  # times LOG2_E, like the scores
-    depths,  # int32 [rows], read if WINDOW
+    depths,  # int32 [rows], read if WINDOW or CHUNK
     sinks,  # float32 [heads], read if SINKS
     GROUP: tl.constexpr,
     HEAD: tl.constexpr,
@@ -355,6 +356,7 @@ def _attend(
     LEAST: tl.constexpr,
     WORDS: tl.constexpr,
     WINDOW: tl.constexpr,
+    CHUNK: tl.constexpr,
     CAP: tl.constexpr,
     SINKS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -373,14 +375,17 @@ def _attend(
     context = tl.load(context_len + request)
     length = context + rows
     if CONTEXT:
+        # No row sees what the root does not.
         seen_from = 0
         if WINDOW:
-            # No row sees what the root does not. From a multiple on, so that steps end where shares do.
-            seen_from = tl.maximum(context + 1 - window, 0) // KEYS * KEYS
-        share = tl.cdiv(length - seen_from, splits)
+            seen_from = tl.maximum(context + 1 - most_seen, 0)
+        if CHUNK:
+            seen_from = context // most_seen * most_seen
+        first = seen_from // KEYS * KEYS  # a multiple, so that steps end where shares do
+        share = tl.cdiv(length - first, splits)
         if SPLIT:
             share = tl.maximum(tl.cdiv(share, KEYS) * KEYS, LEAST)
-        begin = seen_from + split * share
+        begin = first + split * share
         end = tl.minimum(begin + share, length)
     else:
         begin = context
@@ -412,8 +417,11 @@ def _attend(
             own = real & (row + split == row)  # of one share
             best = tl.load(sinks + head_of, mask=own, other=float("-inf")) * 1.4426950408889634
             weight = tl.where(own, 1.0, 0.0)
-        if WINDOW:
-            depth = tl.load(depths + flat, mask=real, other=0)
+        if WINDOW or CHUNK:
+            place = context + tl.load(depths + flat, mask=real, other=0)  # in the text
+            last = place - most_seen  # that is hidden
+            if CHUNK:
+                last = place // most_seen * most_seen - 1
     else:
         # Where there is no context, what came out of attention over it may be anything.
         known = tl.where(real, context, 0) > 0
@@ -428,6 +436,8 @@ def _attend(
     for start in range(begin, end, KEYS):
         token = start + tl.arange(0, KEYS)
         there = token < end
+        if WINDOW or CHUNK:
+            there = there & (token >= seen_from)  # blocks before it are gone, and hold anything
         block = tl.load(block_table + request * table_row + token // BLOCK, mask=there, other=0)
         block = block.to(tl.int64)
         offset = (token % BLOCK).to(tl.int64)
@@ -446,8 +456,7 @@ def _attend(
             # 1 - 2 / (1 + exp(2 x)): right at both ends.
             power = tl.exp2(tl.minimum(scores / soft_cap * (2.0 * 1.4426950408889634), 126.0))
             scores = soft_cap - 2.0 * soft_cap / (1.0 + power)
-        if WINDOW:
-            last = context + depth - window  # that is hidden
+        if WINDOW or CHUNK:
             scores = tl.where(
                 (token[None, :] > last[:, None]) | (token >= context)[None, :], scores, float("-inf")
             )
@@ -459,10 +468,10 @@ def _attend(
                 other=0,
             )
             visible = (token < context)[None, :] | (((word >> (node % 32)[None, :]) & 1) != 0)
-            if WINDOW:
-                first = tl.load(row_start + request).to(tl.int64)
-                at_depth = tl.load(depths + first + node, mask=(token >= context) & there, other=0)
-                near = depth[:, None] - at_depth[None, :] < window
+            if WINDOW or CHUNK:
+                root = tl.load(row_start + request).to(tl.int64)
+                at_depth = tl.load(depths + root + node, mask=(token >= context) & there, other=0)
+                near = context + at_depth[None, :] > last[:, None]
                 visible = visible & ((token < context)[None, :] | near)
             scores = tl.where(visible & there[None, :], scores, float("-inf"))
         top = tl.maximum(best, tl.max(scores, 1))

@@ -56,7 +56,7 @@ INTEGERS = {
 FLOATS = {"context_lse", "parts", "logs", "sinks"}
 ELEMENTS = {"query", "keys", "values", "output", "context_output"}
 ONE = {"key_dim": 1, "value_dim": 1}
-UNEVEN = {"splits", "lse_head", "window"}  # no multiples of 16
+UNEVEN = {"splits", "lse_head", "most_seen"}  # no multiples of 16
 SCALARS = {"scale", "soft_cap"}
 
 # Of a step's other kernels: pointers to 32-bit integers where nothing else is said.
@@ -313,14 +313,15 @@ def _attention(architectures: list[int], stages: int, tile: int | None) -> int:
                             constants
                             | step
                             | {"SPLIT": split, "CONTEXT": context}
-                            | dict.fromkeys(("WINDOW", "CAP", "SINKS"), scored),
+                            | {flag: flag in scored for flag in ("WINDOW", "CHUNK", "CAP", "SINKS")},
                             label,
                         )
                         for split, context, scored, label in (
-                            (True, True, False, "tree_attention, shares"),
-                            (True, True, True, "of windows, caps and sinks, shares"),
-                            (False, True, False, "tree_attention"),
-                            (False, False, False, "attend_nodes"),
+                            (True, True, (), "tree_attention, shares"),
+                            (True, True, ("WINDOW", "CAP", "SINKS"), "of windows, caps and sinks, shares"),
+                            (True, True, ("CHUNK",), "of chunks, shares"),
+                            (False, True, (), "tree_attention"),
+                            (False, False, (), "attend_nodes"),
                         )
                     ]
                     kinds.append(

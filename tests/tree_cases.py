@@ -177,6 +177,13 @@ def dense(case: Case) -> torch.Tensor:
             if case.scoring.window:
                 first_seen = context + len(nodes) - case.scoring.window
                 seen = [token for token, place in zip(seen, places, strict=True) if place >= first_seen]
+            if case.scoring.chunk:
+                own = (context + len(nodes) - 1) // case.scoring.chunk
+                seen = [
+                    token
+                    for token, place in zip(seen, places, strict=True)
+                    if place // case.scoring.chunk == own
+                ]
             slots = [(int(case.trees.block_table[request, t // block_size]), t % block_size) for t in seen]
             blocks, offsets = (torch.tensor(column) for column in zip(*slots, strict=True))
             for head in range(case.query.shape[1]):

@@ -128,20 +128,31 @@ SCORINGS = {
     "small cap": Scoring(soft_cap=0.05),
     "sinks": Scoring(sinks=torch.tensor([0.5, -2.0, 6.0, -40.0, 1.0, 0.0])),
     "all": Scoring(20, 5.0, torch.tensor([1.0, 2.0, -1.0, 0.0, 3.0, 30.0])),
+    **{f"chunks of {chunk}": Scoring(chunk=chunk) for chunk in (1, 5, 17, 64, 1000)},
+    "chunks and all": Scoring(0, 5.0, torch.tensor([1.0, 2.0, -1.0, 0.0, 3.0, 30.0]), 24),
 }
+
+
+def first_seen(scoring: Scoring, context: int) -> int:
+    """The first token of a request that any row sees."""
+    if scoring.chunk:
+        return context // scoring.chunk * scoring.chunk
+    return max(0, context + 1 - scoring.window) if scoring.window else 0
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", SCORINGS)
-def test_windows_caps_and_sinks(name: str, backend: Backend) -> None:
+def test_windows_chunks_caps_and_sinks(name: str, backend: Backend) -> None:
     """Found: windows by slot, where siblings have one place in the text, and blocks that vLLM has freed."""
     trees = [*MIXED, (400, chain(30)), (70, random_tree(40, seed=3))]
     for past in (None, [15, 0, 3, 1, 11, 29, 20]):
         case = replace(make(trees, heads=(6, 2), past=past), scoring=SCORINGS[name])
+        # vLLM's, of any content: here a block that nothing was written to.
+        null = next(block for block in range(len(case.keys)) if block not in case.trees.block_table)
+        assert case.keys[null].isnan().all()
         for request, (context, _) in enumerate(trees):
-            # vLLM's null block, of any content.
-            gone = max(0, context + 1 - (case.scoring.window or 10**6)) // case.keys.shape[2]
-            case.trees.block_table[request, :gone] = len(case.keys) - 1
+            gone = first_seen(case.scoring, context) // case.keys.shape[2]
+            case.trees.block_table[request, :gone] = null
         wanted = dense(case)
         torch.testing.assert_close(case.run("torch").double(), wanted, atol=2e-6, rtol=2e-6)
         check(case, backend)
@@ -149,17 +160,36 @@ def test_windows_caps_and_sinks(name: str, backend: Backend) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", ["all", "chunks and all"])
 @pytest.mark.parametrize(("layout", "dtype"), LAYOUTS[1:], ids=str)
-def test_windows_of_16_bits(layout: str, dtype: torch.dtype, backend: Backend) -> None:
+def test_windows_and_chunks_of_16_bits(layout: str, dtype: torch.dtype, name: str, backend: Backend) -> None:
     if backend == "triton" and layout == "amx":
         pytest.skip("a CPU's layout")
-    check(replace(make(MIXED, dtype, heads=(6, 2), layout=layout), scoring=SCORINGS["all"]), backend)
+    check(replace(make(MIXED, dtype, heads=(6, 2), layout=layout), scoring=SCORINGS[name]), backend)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_layers_with_and_without_a_window_share_the_trees(backend: Backend) -> None:
+@settings(max_examples=10 if IN_INTERPRETER else 60, deadline=None)
+@given(data=st.data())
+def test_any_trees_in_any_chunks(backend: Backend, data: st.DataObject) -> None:
+    """Also those whose rows lie in several."""
+    chunk = data.draw(st.sampled_from([1, 3, 8, 16, 50, 128]))
+    trees, past = [], []
+    for _ in range(data.draw(st.integers(1, 3))):
+        rows = data.draw(st.integers(1, 24))
+        parents = [-1] + [data.draw(st.integers(max(-1, row - 3), row - 1)) for row in range(1, rows)]
+        trees.append((chunk * data.draw(st.integers(0, 3)) + data.draw(st.integers(0, 9)), parents))
+        past.append(data.draw(st.integers(0, rows - 1)))
+    case = replace(make(trees, past=past), scoring=Scoring(chunk=chunk))
+    torch.testing.assert_close(case.run("torch").double(), dense(case), atol=2e-6, rtol=2e-6)
+    check(case, backend)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_layers_with_and_without_windows_and_chunks_share_the_trees(backend: Backend) -> None:
     case = make(MIXED, heads=(6, 2))
-    for scoring in (Scoring(), Scoring(7), SCORINGS["sinks"], Scoring(9), Scoring(soft_cap=2.0), Scoring()):
+    windows_and_chunks = Scoring(7), Scoring(chunk=7), SCORINGS["sinks"], Scoring(9), Scoring(chunk=9)
+    for scoring in (Scoring(), *windows_and_chunks, Scoring(soft_cap=2.0), Scoring()):
         got = replace(case, scoring=scoring).run(backend)
         want = replace(case, trees=replace(case.trees), scoring=scoring).run("torch")
         torch.testing.assert_close(got, want, **TOLERANCE[torch.float32])
@@ -169,6 +199,8 @@ def test_layers_with_and_without_a_window_share_the_trees(backend: Backend) -> N
     ("scoring", "message"),
     [
         (Scoring(-1), "window=-1"),
+        (Scoring(chunk=-1), "chunk=-1"),
+        (Scoring(8, chunk=64), "window=8 and chunk=64 do not go together"),
         (Scoring(soft_cap=float("inf")), "soft_cap=inf"),
         (Scoring(sinks=torch.zeros(2)), "sinks: torch.float32"),
         (Scoring(sinks=torch.zeros(3, dtype=torch.bfloat16)), "sinks.float"),

@@ -41,7 +41,7 @@ from vllm_ext.kernels.tree_attention import TreeRows
 from vllm_ext.kernels.tree_attention_triton import ADDED_ROWS, LEAST_KEYS, MOST_SPLITS, _add_up, _attend, plan
 
 SHARED = 99 << 10  # bytes of a block on compute capability 8.6 and 8.9
-SPILLED = 16  # bytes of a thread that cost nothing: two float32 forms spill so many
+SPILLED = 16  # bytes of a thread that cost nothing: a few forms spill so many at most
 TYPES = {torch.bfloat16: "bf16", torch.float32: "fp32"}
 INTEGERS = {
     "block_table",

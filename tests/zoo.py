@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 LIKELY = 24  # tokens
-WINDOW = 64
+WINDOW = CHUNK = 64
 SIZES: dict[str, Any] = {
     "vocab_size": 1024,
     "hidden_size": 64,
@@ -37,19 +37,19 @@ GEMMA = {"sliding_window": WINDOW, "query_pre_attn_scalar": 32, "tie_word_embedd
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
 
 
-def _of(name: str, **options: Any) -> Callable[[], Any]:
+def _of(name: str, **options: Any) -> Callable[..., Any]:
     """A model of transformers' class of that name."""
 
-    def make() -> Any:
+    def make(**changed: Any) -> Any:
         import transformers
 
-        config = getattr(transformers, f"{name}Config")(**{**SIZES, **options})
+        config = getattr(transformers, f"{name}Config")(**{**SIZES, **options, **changed})
         return getattr(transformers, f"{name.removesuffix('Text')}ForCausalLM")(config)
 
     return make
 
 
-MODELS: dict[str, Callable[[], Any]] = {
+MODELS: dict[str, Callable[..., Any]] = {
     "llama": _of("Llama"),
     "qwen2": _of(
         "Qwen2", num_attention_heads=2, num_key_value_heads=1
@@ -68,13 +68,22 @@ MODELS: dict[str, Callable[[], Any]] = {
         num_experts_per_tok=2,
         layer_types=["sliding_attention", "full_attention"] * 2,
     ),
+    "llama4": _of(
+        "Llama4Text",
+        attention_chunk_size=CHUNK,  # of three layers; the last attends to all
+        intermediate_size_mlp=128,
+        interleave_moe_layer_step=2,
+        num_local_experts=4,
+        num_experts_per_tok=1,
+        floor_scale=100,  # tokens from which on a query's factor grows
+    ),
 }
 
 
-def write(name: str, tokenizer: Path, folder: Path) -> str:
-    """A checkpoint in ``folder``, with the tokenizer of the folder ``tokenizer``."""
+def write(name: str, tokenizer: Path, folder: Path, **changed: Any) -> str:
+    """A checkpoint in ``folder``, with the tokenizer of the folder ``tokenizer``; ``changed`` of its configuration."""
     torch.manual_seed(0)
-    model = MODELS[name]().to(torch.float32)
+    model = MODELS[name](**changed).to(torch.float32)
     with torch.no_grad():
         for key, value in model.named_parameters():
             if key.endswith("sinks"):

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -38,6 +39,7 @@ from vllm_ext.engine.attention.triton import TreeTritonAttentionBackend
 from vllm_ext.engine.draft_model.passes import DraftPasses
 from vllm_ext.engine.v1.model_runner import SpeculativeRunner
 from vllm_ext.engine.v2.model_runner import SpeculativeRunner as V2Runner
+from vllm_ext.kernels.tree_attention import Scoring
 
 OURS = [
     TreeCPUAttentionBackend,
@@ -69,6 +71,55 @@ def test_a_plain_decoder_layer_takes_trees(backend: Any) -> None:
     assert tree_layers.model_problem(both, [[group(backend)]]) is None
 
 
+def in_chunks(backend: Any = TreeTritonAttentionBackend, chunk: int = 64, **changes: Any) -> Any:
+    """A layer as vLLM's ``ChunkedLocalAttention``."""
+    spec = ChunkedLocalAttentionSpec(**SIZES, attention_chunk_size=chunk)
+    derived = create_chunked_local_attention_backend(backend, chunk)
+    made = layer(derived, **{"spec": spec, **changes})
+    made.attention_chunk_size = chunk
+    return made
+
+
+@pytest.mark.parametrize("backend", OURS)
+def test_a_layer_in_chunks_takes_trees(backend: Any) -> None:
+    """Llama 4's: by the chunk of its own, whatever its group's cache is like."""
+    made = in_chunks(backend)
+    assert problem_of(made) is None
+    assert made.impl.scoring(made) == Scoring(chunk=64)
+    of_chunks = partial(group, made.get_attn_backend())
+    for spec in (made.get_kv_cache_spec(None), replace(SPEC, attention_chunk_size=64), SPEC):
+        assert tree_layers.model_problem(config(a=made, b=made), [[of_chunks(kv_cache_spec=spec)]]) is None
+    other = ChunkedLocalAttentionSpec(**SIZES, attention_chunk_size=128)
+    problem = tree_layers.model_problem(config(a=made, b=made), [[of_chunks(kv_cache_spec=other)]])
+    assert "attention_chunk_size=128, where the layer's is 64" in str(problem)
+    stock = of_chunks(builder=backend.get_builder_cls(), kv_cache_spec=SPEC)
+    assert "is not ChunkedLocalAttentionBuilder" in str(
+        tree_layers.model_problem(config(a=made, b=made), [[stock]])
+    )
+
+
+def test_a_full_layer_beside_those_in_chunks_takes_trees() -> None:
+    """Where vLLM keeps all layers' blocks alike, they have one cache spec."""
+    layers = config(a=layer(), b=layer())
+    assert (
+        tree_layers.model_problem(layers, [[group(kv_cache_spec=replace(SPEC, attention_chunk_size=64))]])
+        is None
+    )
+
+
+def test_a_backend_of_other_chunks_or_other_making_drafts_chains() -> None:
+    made = in_chunks()
+    made.attention_chunk_size = 128
+    assert "ChunkedLocalAttention_64_" in str(problem_of(made))
+    copied: Any = type("Copied", (TreeTritonAttentionBackend,), vars(in_chunks().get_attn_backend()).copy())
+    made = in_chunks()
+    made.get_attn_backend = lambda: copied
+    assert "Copied is derived from" in str(problem_of(made))
+    twice = create_chunked_local_attention_backend(in_chunks().get_attn_backend(), 64)
+    made.get_attn_backend = lambda: twice
+    assert "derived from" in str(problem_of(made))
+
+
 @pytest.mark.parametrize("isa", ["vec", "vec16", "amx"])
 def test_which_layouts_take_trees(isa: str) -> None:
     assert problem_of(layer(TreeCPUAttentionBackend, isa=isa)) is None
@@ -76,7 +127,7 @@ def test_which_layouts_take_trees(isa: str) -> None:
 
 @pytest.mark.parametrize("backend", OURS)
 def test_what_vllm_derives_from_a_backend_drafts_chains(backend: Any) -> None:
-    """Llama 4's chunks: a row of the block table for each; and the like."""
+    """Of a layer that says nothing of chunks those too."""
     made: Any
     for made, name in (
         (create_chunked_local_attention_backend(backend, 128), "ChunkedLocalAttention_128_"),
@@ -117,10 +168,12 @@ def test_what_vllm_derives_from_a_backend_drafts_chains(backend: Any) -> None:
         ),
         (
             layer(spec=ChunkedLocalAttentionSpec(**SIZES, attention_chunk_size=64)),
-            "ChunkedLocalAttentionSpec",
+            "attention_chunk_size=64, where the layer's is 0",
         ),
-        # What vLLM makes of the two above where it keeps all layers' blocks alike.
-        (layer(spec=replace(SPEC, attention_chunk_size=64)), "attention_chunk_size=64"),
+        (in_chunks(chunk=8), "its chunk of 8 tokens is smaller than a tree of 9 rows"),
+        (in_chunks(sliding_window=(63, 0)), "a sliding window in chunks"),
+        (in_chunks(kv_cache_dtype="fp8"), "quantised KV cache"),
+        (in_chunks(impl=TritonAttentionImpl), "implementation TritonAttentionImpl is not TreeTriton"),
         (layer(spec=replace(SPEC, head_size_v=32)), "head_size_v=32"),
         (layer(spec=replace(SPEC, tokens_per_state=2)), "tokens_per_state=2"),
         (
@@ -158,7 +211,7 @@ def test_batch_invariance_drafts_chains(backend: Any, monkeypatch: pytest.Monkey
     ("changed", "reason"),
     [
         ({"builder": TritonAttentionMetadataBuilder}, "metadata builder TritonAttentionMetadataBuilder"),
-        ({"kv_cache_spec": replace(SPEC, attention_chunk_size=64)}, "attention_chunk_size=64"),
+        ({"kv_cache_spec": replace(SPEC, head_size_v=32)}, "head_size_v=32"),
         ({"kernel_block_size": 16}, "kernel blocks of 16 tokens"),
     ],
 )
@@ -170,9 +223,9 @@ def test_what_vllm_has_made_of_a_group_is_looked_at(changed: dict[str, Any], rea
 
 
 def test_one_layer_of_many_is_enough_and_is_named() -> None:
-    chunked = create_chunked_local_attention_backend(TreeTritonAttentionBackend, 128)
-    layers = config(a=layer(), b=layer(), c=layer(chunked))
-    groups = [[group()], [group(chunked, layer_names=["c"])]]
+    sinks = create_static_sink_attention_backend(TreeTritonAttentionBackend, 64)
+    layers = config(a=layer(), b=layer(), c=layer(sinks))
+    groups = [[group()], [group(sinks, layer_names=["c"])]]
     assert str(tree_layers.model_problem(layers, groups)).startswith("layer c: ")
 
 
@@ -235,12 +288,10 @@ def test_a_draft_model_that_cannot_grow_trees_is_refused_with_the_layer() -> Non
 
         def load(self, target: Any) -> None: ...
 
-    chunked = layer(create_chunked_local_attention_backend(TreeTritonAttentionBackend, 128))
+    sinks = layer(create_static_sink_attention_backend(TreeTritonAttentionBackend, 64))
     made: Any = Passes
     made.__abstractmethods__ = frozenset()
     passes = object.__new__(made)
-    passes._target_config, passes._what, passes.layers = config(a=chunked), "draft model 'x'", ["a"]
-    with pytest.raises(
-        ValueError, match=r"draft model 'x': layer a: .*ChunkedLocalAttention_128_.*Leave it out"
-    ):
+    passes._target_config, passes._what, passes.layers = config(a=sinks), "draft model 'x'", ["a"]
+    with pytest.raises(ValueError, match=r"draft model 'x': layer a: .*StaticSink_.*Leave it out"):
         passes.bind(SimpleNamespace())

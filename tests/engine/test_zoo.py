@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The architectures that people serve, as small checkpoints of random weights: trees or chains, and plain's tokens.
 
-Prompts are shorter and longer than windows; requests are greedy and seeded, come again with their prefix in the cache,
-and lose their blocks.
+Prompts are shorter and longer than windows and chunks; requests are greedy and seeded, come again with their prefix in
+the cache, and lose their blocks.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import zoo
 from conftest import engine
-from helpers import assert_same_outputs
+from helpers import assert_same_outputs, preemptions
 from v2_requests import counters, generate, sampling, tokens
 
 pytestmark = pytest.mark.engine
@@ -30,7 +30,9 @@ OPTIONS: dict[str, Any] = {
     "block_size": 32,
 }
 NODES = 12
-BLOCKS = {"gemma3": 70}  # three groups of windowed layers have blocks of their own
+# Three groups of layers with windows or chunks have blocks of their own.
+BLOCKS = {"gemma3": 70, "llama4": 65}
+TIMES = {"llama4": 2}  # that each prompt is sent at once: of chunks little is held
 FEW_BLOCKS = 34
 
 
@@ -74,9 +76,15 @@ def test_trees_of_a_model(models: Any, name: str, method: str) -> None:
     folder, expected = models(name)
     options = {"method": method, "num_speculative_tokens": NODES, "budget": "fixed", **METHODS[method]}
     # Too few blocks for all of them: some are preempted.
-    for llm in engine(folder, options, **OPTIONS, num_gpu_blocks_override=BLOCKS.get(name, FEW_BLOCKS)):
+    times = TIMES.get(name, 1)
+    given = OPTIONS | {
+        "max_num_seqs": times * OPTIONS["max_num_seqs"],
+        "num_gpu_blocks_override": BLOCKS.get(name, FEW_BLOCKS),
+    }
+    for llm in engine(folder, options, **given):
         for _ in range(2):  # the second time with prefixes in the cache
-            assert_same_outputs(expected, tokens(generate(llm, prompts(), KINDS)))
+            assert_same_outputs(expected * times, tokens(generate(llm, prompts() * times, KINDS * times)))
+        assert name not in TIMES or preemptions(llm) > 0
         totals = counters(llm)
         assert totals["fallbacks:model_chain"] == totals["fallbacks:proposer_error"] == 0
         assert totals["spec_accepted_tokens"] > 0.3 * totals["spec_steps"]

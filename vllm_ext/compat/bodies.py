@@ -37,6 +37,11 @@ IMITATED = tuple(
         ("vllm.v1.worker.gpu.input_batch", "_combine_sampled_and_draft_tokens_kernel", "rows of drafts"),
         ("vllm.v1.worker.gpu.input_batch", "_post_update_kernel", "what a step leaves behind"),
         ("vllm.v1.worker.gpu.mm.rope", "_prepare_rope_positions_kernel", "M-RoPE's positions of a chain"),
+        (
+            "vllm.v1.attention.backends.utils",
+            "make_local_attention_virtual_batches",
+            "which tokens a chunk has",
+        ),
         ("vllm.v1.sample.sampler", "Sampler.apply_logits_processors", "the order of what a row goes through"),
         (f"{_BENCH}.serve", "calculate_metrics", "figures of bench over HTTP"),
         (f"{_BENCH}.lib.endpoint_request_func", "async_request_openai_chat_completions", "times of bench"),

@@ -15,6 +15,13 @@ LAYER_HOOKS = (
             ("get_kv_cache_spec", ("self", "vllm_config"), "tells what a layer's cache is like"),
         )
     ),
+    Hook(
+        "vllm.model_executor.layers.attention.chunked_local_attention",
+        "create_chunked_local_attention_backend",
+        ("underlying_attn_backend", "attention_chunk_size"),
+        "tells the backend of layers in chunks from others that vLLM derives",
+    ),
+    Hook(_SPEC, "ChunkedLocalAttentionSpec.attention_chunk_size", None, "tells their chunks"),
     *(
         Hook(_SPEC, f"FullAttentionSpec.{field}", None, "plain causal attention has its default")
         for field in ("sliding_window", "attention_chunk_size", "non_causal", "head_size_v", "kv_quant_mode")

@@ -213,7 +213,7 @@ def _trees() -> Iterator[Check]:
         "ok",
         "trees",
         "where each layer's KV cache spec, backend, implementation and metadata builder are exactly those we know: not "
-        "with chunks (Llama 4), windows smaller than a tree, ALiBi, quantised KV cache, MLA, decode context "
+        "with windows or chunks smaller than a tree, ALiBi, quantised KV cache, MLA, decode context "
         f"parallelism or VLLM_BATCH_INVARIANT: {chains}, and the log names the layer and why",
     )
 

@@ -3,7 +3,8 @@
 
 By an allow-list. vLLM derives backends, metadata builders and cache specs from those that we extend, and changes what
 lies behind the same names: a row of the block table for each chunk of a context, tokens before a request's own, blocks
-that are gone. So each part has to be exactly one that was read and tested; what is derived from it drafts chains.
+that are gone. So each part has to be exactly one that was read and tested; what is derived from it drafts chains, but
+for chunks (Llama 4), of which all is known too.
 """
 
 from __future__ import annotations
@@ -14,8 +15,11 @@ from typing import Any, TypeVar
 
 import vllm.envs as envs
 from vllm.logger import init_logger
+from vllm.model_executor.layers.attention.chunked_local_attention import (
+    create_chunked_local_attention_backend,
+)
 from vllm.v1.attention.backend import AttentionType
-from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, FullAttentionSpec, SlidingWindowSpec
 
 logger = init_logger("vllm.vllm_ext")
 
@@ -24,10 +28,11 @@ WAY_OUT = "pass --attention-backend FLASH_ATTN or TRITON_ATTN for trees"
 FREE = {
     *("block_size", "num_kv_heads", "head_size", "dtype"),
     *("page_size_padded", "block_stride_alignment", "dcp_sharded", "max_tp_shards"),
-    # The tree kernels have it from the implementation. vLLM keeps the blocks of windows behind the text that is
-    # settled, where the tree's root stands; where it keeps all layers' blocks alike, it keeps all.
-    "sliding_window",
+    # The tree kernels have these from the layer. vLLM keeps the blocks that the text's next token sees, where the
+    # tree's root stands; where it keeps all layers' blocks alike, it keeps all.
+    *("sliding_window", "attention_chunk_size"),
 }
+SPECS = (FullAttentionSpec, SlidingWindowSpec, ChunkedLocalAttentionSpec)
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,7 +207,7 @@ def _layer_problem(layer: Any, vllm_config: Any) -> str | None:
     if hasattr(impl, "codec"):
         return None  # `encoded_cache` has refused what it cannot do
     backend = layer.get_attn_backend()
-    parts = _KNOWN.get(backend)
+    parts = _parts_of(backend, layer)
     if parts is None:
         return _of_unknown_backend(impl, backend)
     if type(impl) is not parts.impl:
@@ -214,6 +219,7 @@ def _layer_problem(layer: Any, vllm_config: Any) -> str | None:
         "quantised KV cache": getattr(impl, "kv_cache_dtype", "auto") not in ("auto", "float16", "bfloat16"),
         "attention that is not a decoder's": impl.attn_type != AttentionType.DECODER,
         "attention both ways over images": bool(getattr(layer, "use_mm_prefix", False)),
+        "a sliding window in chunks": window_of(impl) > 0 and chunk_of(layer) > 0,
         # How keys are shared out depends on the batch. At its source: only some implementations keep a copy.
         "VLLM_BATCH_INVARIANT": bool(envs.VLLM_BATCH_INVARIANT),
     }
@@ -222,10 +228,11 @@ def _layer_problem(layer: Any, vllm_config: Any) -> str | None:
         problem = impl.layout_problem(layer)
     if problem is not None:
         return f"{problem} is not supported by the tree attention kernel"
-    window, most_rows = window_of(impl), 1 + (vllm_config.num_speculative_tokens or 0)
-    if 0 < window < most_rows:
-        return f"its sliding window of {window} tokens is smaller than a tree of {most_rows} rows"
-    return _spec_problem(layer.get_kv_cache_spec(vllm_config))
+    most_rows = 1 + (vllm_config.num_speculative_tokens or 0)
+    for what, tokens in (("sliding window", window_of(impl)), ("chunk", chunk_of(layer))):
+        if 0 < tokens < most_rows:
+            return f"its {what} of {tokens} tokens is smaller than a tree of {most_rows} rows"
+    return _spec_problem(layer.get_kv_cache_spec(vllm_config), layer)
 
 
 def window_of(impl: Any) -> int:
@@ -234,6 +241,22 @@ def window_of(impl: Any) -> int:
     if isinstance(window, tuple):  # how many before the row
         window = window[0] + 1
     return 0 if window is None else max(window, 0)
+
+
+def chunk_of(layer: Any) -> int:
+    """The tokens of the chunks of the text of which a layer sees the row's own; 0: it has none."""
+    return getattr(layer, "attention_chunk_size", None) or 0
+
+
+def _parts_of(backend: type[Any], layer: Any) -> Parts | None:
+    """What belongs to a backend of ours, or to the one that vLLM makes of it for chunks, which it makes but once."""
+    chunk = chunk_of(layer)
+    if not chunk:
+        return _KNOWN.get(backend)
+    for base in backend.__bases__:
+        if base in _KNOWN and create_chunked_local_attention_backend(base, chunk) is backend:
+            return Parts(_KNOWN[base].impl, backend.get_builder_cls())
+    return None
 
 
 def _of_unknown_backend(impl: Any, backend: type[Any]) -> str:
@@ -249,12 +272,17 @@ def _of_unknown_backend(impl: Any, backend: type[Any]) -> str:
     return f"{problem} (on CUDA, {WAY_OUT})"
 
 
-def _spec_problem(spec: Any) -> str | None:
-    """What of a layer's or a group's KV cache spec is not plain causal attention's, or None."""
-    if type(spec) not in (FullAttentionSpec, SlidingWindowSpec):
+def _spec_problem(spec: Any, layer: Any) -> str | None:
+    """What of a layer's KV cache spec, or its group's, is not plain causal attention's, or None."""
+    if type(spec) not in SPECS:
         return (
-            f"its KV cache has {type(spec).__name__}, where trees need FullAttentionSpec or SlidingWindowSpec "
-            "itself"
+            f"its KV cache has {type(spec).__name__}, where trees need one of "
+            f"{', '.join(known.__name__ for known in SPECS)} itself"
+        )
+    if type(spec) is ChunkedLocalAttentionSpec and spec.attention_chunk_size != chunk_of(layer):
+        return (
+            f"its KV cache has ChunkedLocalAttentionSpec with attention_chunk_size={spec.attention_chunk_size}, "
+            f"where the layer's is {chunk_of(layer)}"
         )
     plain = type(spec)(**{name: getattr(spec, name) for name in FREE if hasattr(spec, name)})
     for field in fields(spec):
@@ -270,7 +298,7 @@ def _group_problem(group: Any, layer: Any) -> str | None:
     """What vLLM has made of a group of layers for the runner: it may derive a backend of its own from theirs."""
     if hasattr(getattr(layer, "impl", None), "codec"):
         return None
-    parts = _KNOWN.get(group.backend)
+    parts = _parts_of(group.backend, layer)
     if parts is None:
         problem: str | None = _of_unknown_backend(getattr(layer, "impl", None), group.backend)
     else:
@@ -280,7 +308,7 @@ def _group_problem(group: Any, layer: Any) -> str | None:
         problem = (
             f"its metadata builder {builders[0]} is not {parts.builder.__name__}, which trees are marked with"
             if builders
-            else _spec_problem(group.kv_cache_spec)
+            else _spec_problem(group.kv_cache_spec, layer)
         )
         if problem is None and getattr(group, "kernel_block_size", None) is not None:
             problem = f"its block table addresses kernel blocks of {group.kernel_block_size} tokens"

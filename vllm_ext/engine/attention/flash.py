@@ -86,7 +86,7 @@ class TreeFlashAttentionImpl(TreeAttention, FlashAttentionImpl):  # type: ignore
         # A draft model's passes over a tree that grows have metadata of ours alone.
         if (
             self.fastest is not None
-            and self.scoring == PLAIN  # FlashAttention has a window by row, not by depth
+            and self.scoring(layer) == PLAIN  # FlashAttention has a window by row, not by depth
             and isinstance(attn_metadata, FlashAttentionMetadata)
             and self.fastest.form(len(rows.num_rows), rows.max_rows) == FLASH
         ):
@@ -147,7 +147,9 @@ class TreeFlashAttentionImpl(TreeAttention, FlashAttentionImpl):  # type: ignore
     @classmethod
     def choose(cls, layers: Sequence[Any], rows: Sequence[int] = ROWS) -> None:
         """See `TreeAttention.choose`: time both forms on the first layer, for all."""
-        layers = [layer for layer in layers if isinstance(layer.impl, cls) and layer.impl.scoring == PLAIN]
+        layers = [
+            layer for layer in layers if isinstance(layer.impl, cls) and layer.impl.scoring(layer) == PLAIN
+        ]
         if not layers or layers[0].kv_cache.device.type != "cuda":
             return
         impl = layers[0].impl

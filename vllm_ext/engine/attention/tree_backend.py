@@ -47,15 +47,15 @@ class TreeAttention:
     _viewed: tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]] | None = None
     _scoring: Scoring | None = None
 
-    @property
-    def scoring(self) -> Scoring:
-        """The layer's window, soft-cap and sinks: found once, when its weights are there."""
+    def scoring(self, layer: Any) -> Scoring:
+        """The layer's window or chunk, soft-cap and sinks: found once, when its weights are there."""
         if self._scoring is None:
             sinks = getattr(self, "sinks", None)
             self._scoring = Scoring(
                 tree_layers.window_of(self),
                 float(getattr(self, "logits_soft_cap", None) or 0.0),
                 None if sinks is None else sinks.detach().to(torch.float32).contiguous(),
+                tree_layers.chunk_of(layer),
             )
         return self._scoring
 
@@ -136,7 +136,7 @@ class TreeAttention:
     ) -> None:
         """The trees' part of `forward`; their keys and values are in the cache."""
         views = self.kv_views(layer, kv_cache)
-        tree_attention(query, *views, output, trees.rows, self.scale, self.backend, self.scoring)
+        tree_attention(query, *views, output, trees.rows, self.scale, self.backend, self.scoring(layer))
 
     @classmethod
     def choose(cls, layers: Sequence[Any], rows: Sequence[int] = ()) -> None:
@@ -196,7 +196,7 @@ def halves(kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def warm_up(layers: Sequence[Any]) -> None:
     """Compile the kernels for layers' caches, once for each kind. Writes nothing into the caches."""
-    for layer in {(layer.impl.head_size, layer.impl.scoring.kind): layer for layer in layers}.values():
+    for layer in {(layer.impl.head_size, layer.impl.scoring(layer).kind): layer for layer in layers}.values():
         _warm_up(layer)
 
 
@@ -214,7 +214,7 @@ def _warm_up(layer: Any) -> None:
             (requests * rows, impl.num_heads, impl.head_size), dtype=kv_cache.dtype, device=kv_cache.device
         )
         output = torch.empty_like(query)
-        tree_attention(query, keys, values, output, trees, impl.scale, impl.backend, impl.scoring)
+        tree_attention(query, keys, values, output, trees, impl.scale, impl.backend, impl.scoring(layer))
 
 
 def chains(requests: int, rows: int, context: int, kv_cache: torch.Tensor) -> TreeRows:

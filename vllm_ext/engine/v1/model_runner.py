@@ -212,7 +212,9 @@ class SpeculativeRunner(UndrawnNoise):
             and self.step_encoded is None
         ):
             runner: Any = self
-            for groups in runner.attn_groups:
+            for group_id, groups in enumerate(runner.attn_groups):
+                # Of metadata in chunks, the table has a row for each chunk.
+                table = self.input_batch.block_table[group_id].get_device_tensor(self.input_batch.num_reqs)
                 for group in groups:
                     if tree_layers.is_recurrent(group.backend):
                         continue
@@ -220,7 +222,7 @@ class SpeculativeRunner(UndrawnNoise):
                     ours = trees.decoding if decoding else trees.branching
                     if ours:
                         of_group = metadata[group.layer_names[0]]
-                        marked = self._tree_metadata(trees, np.array(ours), group, of_group, common)
+                        marked = self._tree_metadata(trees, np.array(ours), group, of_group, common, table)
                         setattr(of_group, tree_backend.TREES, marked)
         return metadata, common
 
@@ -236,15 +238,10 @@ class SpeculativeRunner(UndrawnNoise):
         return super()._model_forward(input_ids, positions, *args, **kwargs)  # type: ignore[misc]
 
     def _tree_metadata(
-        self, trees: StepTrees, ours: Any, group: Any, metadata: Any, common: Any
+        self, trees: StepTrees, ours: Any, group: Any, metadata: Any, common: Any, block_table: torch.Tensor
     ) -> tree_backend.TreeMetadata:
         num_rows = np.diff(trees.row_start)
-        block_table, query_row, context, parents = (
-            metadata.block_table,
-            trees.query_row,
-            trees.context,
-            trees.parents,
-        )
+        query_row, context, parents = trees.query_row, trees.context, trees.parents
         stock = rows = own_rows = None
         if len(ours) < len(num_rows):
             others = np.setdiff1d(np.arange(len(num_rows)), ours)

@@ -106,12 +106,13 @@ class TreeState(ABC):
             )
         else:
             most = 1 + input_batch.num_draft_tokens_per_req.max()
-        for groups in attn_groups:
+        # Of metadata in chunks, the table has a row for each chunk.
+        for table, groups in zip(block_tables, attn_groups, strict=True):
+            rows = self._rows(table[:num_trees], num_trees, num_rows, int(most))
             for group in groups:
                 if tree_layers.is_recurrent(group.backend):
                     continue
                 name = group.layer_names[0]
-                rows = self._rows(metadata[name].block_table[:num_trees], num_trees, num_rows, int(most))
                 marked = tree_backend.TreeMetadata(rows, others and others[name], other_rows)
                 setattr(metadata[name], tree_backend.TREES, marked)
         return metadata

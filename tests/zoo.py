@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 LIKELY = 24  # tokens
-WINDOW = CHUNK = 64
+WINDOW = 64
 SIZES: dict[str, Any] = {
     "vocab_size": 1024,
     "hidden_size": 64,
@@ -35,25 +35,48 @@ SIZES: dict[str, Any] = {
 MIXED = ["sliding_attention", "sliding_attention", "sliding_attention", "full_attention"]
 GEMMA = {"sliding_window": WINDOW, "query_pre_attn_scalar": 32, "tie_word_embeddings": True}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+# Of architectures whose heads have the rest of the width, whatever `head_dim` says.
+WIDE_HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1}
+LATENT = {
+    "kv_lora_rank": 512,  # what vLLM's CPU kernel is made for
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 32,
+    "v_head_dim": 32,
+    "q_lora_rank": None,
+    "num_key_value_heads": 4,
+    "head_dim": 64,  # that turns
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+}
 
 
-def _of(name: str, **options: Any) -> Callable[..., Any]:
+def _of(name: str, **options: Any) -> Callable[[], Any]:
     """A model of transformers' class of that name."""
 
-    def make(**changed: Any) -> Any:
+    def make() -> Any:
         import transformers
 
-        config = getattr(transformers, f"{name}Config")(**{**SIZES, **options, **changed})
+        config_class = getattr(transformers, f"{name}Config")
+        # Some say of themselves how wide a head is.
+        sizes = {
+            key: size
+            for key, size in SIZES.items()
+            if not isinstance(getattr(config_class, key, None), property)
+        }
+        config = config_class(**{**sizes, **options})
         return getattr(transformers, f"{name.removesuffix('Text')}ForCausalLM")(config)
 
     return make
 
 
-MODELS: dict[str, Callable[..., Any]] = {
+MODELS: dict[str, Callable[[], Any]] = {
     "llama": _of("Llama"),
-    "qwen2": _of(
-        "Qwen2", num_attention_heads=2, num_key_value_heads=1
-    ),  # whose heads have the rest of the width
+    "qwen2": _of("Qwen2", **WIDE_HEADS),
     "qwen3": _of("Qwen3"),
     "qwen3_moe": _of("Qwen3Moe", **EXPERTS),
     "phi3": _of("Phi3", rope_theta=10000.0),
@@ -68,22 +91,59 @@ MODELS: dict[str, Callable[..., Any]] = {
         num_experts_per_tok=2,
         layer_types=["sliding_attention", "full_attention"] * 2,
     ),
+    "granite": _of("Granite", **WIDE_HEADS, logits_scaling=0.25),
+    "cohere2": _of(
+        "Cohere2", **WIDE_HEADS, sliding_window=WINDOW, layer_types=MIXED, tie_word_embeddings=True
+    ),
+    "opt": _of("OPT", num_attention_heads=2, ffn_dim=128, word_embed_proj_dim=64, init_std=1 / math.sqrt(64)),
+    "falcon": _of(
+        "Falcon", num_attention_heads=2, alibi=True, multi_query=False, bias=True, parallel_attn=False
+    ),
     "llama4": _of(
         "Llama4Text",
-        attention_chunk_size=CHUNK,  # of three layers; the last attends to all
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        attention_chunk_size=WINDOW,
         intermediate_size_mlp=128,
-        interleave_moe_layer_step=2,
         num_local_experts=4,
         num_experts_per_tok=1,
-        floor_scale=100,  # tokens from which on a query's factor grows
+        interleave_moe_layer_step=2,
     ),
+    "deepseek_v2": _of("DeepseekV2", **LATENT),
+    "deepseek_v3": _of("DeepseekV3", **LATENT),
+}
+# What each has of interest, for docs/models.md.
+ABOUT = {
+    "llama": "grouped heads; SmolLM and many others",
+    "qwen2": "biases of keys, queries and values",
+    "qwen3": "norms of each head's keys and queries",
+    "qwen3_moe": "experts, two of four",
+    "phi3": "fused projections",
+    "glm4": "rotary positions of half a head, norms behind each part",
+    "mistral": f"a sliding window of {WINDOW} in all layers",
+    "gemma2": f"a soft-cap, a window of {WINDOW} in every other layer",
+    "gemma3": f"a window of {WINDOW} in three of four layers, norms of heads",
+    "gpt_oss": f"sinks, experts, a window of {WINDOW} in every other layer",
+    "granite": "multipliers of embeddings, residuals, attention and logits",
+    "cohere2": f"attention beside the MLP, a window of {WINDOW} in three of four layers, no positions in the fourth",
+    "opt": "learned positions, biases, no gates",
+    "falcon": "ALiBi instead of positions",
+    "llama4": f"chunks of {WINDOW} tokens in three of four layers, experts, no positions in the fourth",
+    "deepseek_v2": "latent attention (MLA), experts, one of them shared",
+    "deepseek_v3": "latent attention (MLA), experts by sigmoid and groups, one of them shared",
+}
+# Of the engine, for models that need others than all do.
+OPTIONS: dict[str, dict[str, Any]] = {
+    "gemma3": {"num_gpu_blocks_override": 70},  # three groups of windowed layers have blocks of their own
+    "cohere2": {"num_gpu_blocks_override": 70},
+    "llama4": {"num_gpu_blocks_override": 70},
 }
 
 
-def write(name: str, tokenizer: Path, folder: Path, **changed: Any) -> str:
-    """A checkpoint in ``folder``, with the tokenizer of the folder ``tokenizer``; ``changed`` of its configuration."""
+def write(name: str, tokenizer: Path, folder: Path) -> str:
+    """A checkpoint in ``folder``, with the tokenizer of the folder ``tokenizer``."""
     torch.manual_seed(0)
-    model = MODELS[name](**changed).to(torch.float32)
+    model = MODELS[name]().to(torch.float32)
     with torch.no_grad():
         for key, value in model.named_parameters():
             if key.endswith("sinks"):
@@ -93,4 +153,12 @@ def write(name: str, tokenizer: Path, folder: Path, **changed: Any) -> str:
     model.save_pretrained(folder)
     for file in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(tokenizer / file, folder / file)
+    return str(folder)
+
+
+def write_config(name: str, folder: Path) -> str:
+    """A model's config alone in ``folder``."""
+    model = MODELS[name]()
+    model.config.architectures = [type(model).__name__]
+    model.config.save_pretrained(folder)
     return str(folder)

@@ -4,9 +4,10 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -29,6 +30,18 @@ def doctor_command(
             "folder vllm): nothing is imported."
         ),
     ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            help="Instead, say what this model would get, by its config alone: trees, chains or nothing, and why. A "
+            "folder or a hub name; no weights are read."
+        ),
+    ] = None,
+    nodes: Annotated[
+        int | None,
+        typer.Option(help="Beside --model: num_speculative_tokens, the most nodes of a tree.", min=1),
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="Beside --model: vLLM's option of that name.")] = "auto",
     verbose: Annotated[bool, typer.Option("--verbose", help="Print every check.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print every check as JSON.")] = False,
 ) -> None:
@@ -38,17 +51,39 @@ def doctor_command(
 
     hide_vllm_log()
     console, errors = Console(), Console(stderr=True)
+    if model is not None:
+        _of_model(console, errors, model, nodes, dtype, verbose, as_json)
+        return
     if vllm_files is not None:
         with errors_of(errors):
             found = list(checks_of_files(vllm_files))
     else:
         with errors.status("checking ..."):
             found = list(checks())
+    _report(console, found, _verdict(found, vllm_files), verbose, as_json, {})
+
+
+def _of_model(
+    console: Console, errors: Console, name: str, nodes: int | None, dtype: str, verbose: bool, as_json: bool
+) -> None:
+    from dataclasses import asdict
+
+    from vllm_ext.doctor import model
+
+    logging.getLogger("vllm").setLevel(logging.CRITICAL)  # what it could not build is said below
+    with errors_of(errors), errors.status("reading its config ..."):
+        found = model.answer(name, nodes, dtype)
+    _report(console, list(model.checks(found)), found.verdict, verbose, as_json, {"model": asdict(found)})
+
+
+def _report(
+    console: Console, found: Sequence[Check], verdict: str, verbose: bool, as_json: bool, more: dict[str, Any]
+) -> None:
+    """Print checks, and exit 1 where one has failed."""
     failed = [check for check in found if check.status == "fail"]
-    verdict = _verdict(found, vllm_files)
     if as_json:
         listed = [{field: getattr(check, field) for field in FIELDS} for check in found]
-        report = {"ok": not failed, "verdict": verdict, "checks": listed}
+        report = {"ok": not failed, "verdict": verdict, **more, "checks": listed}
         say(console, json.dumps(report, indent=2))
     else:
         colour = "red" if failed else "green"

@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A model of the zoo with a method beside plain vLLM: whether trees were verified, and whether tokens are plain's.
+
+Prompts are shorter and longer than windows; requests are greedy and seeded, come again with their prefix in the cache,
+and lose their blocks.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import zoo
+from conftest import engine
+from v2_requests import counters, generate, sampling, tokens
+
+Got = Literal["trees", "chains", "refused"]
+
+# What both tests and the record ask of each model, and what the record asks where it applies.
+METHODS: dict[str, dict[str, Any]] = {
+    "token_recycling": {},
+    "hybrid": {"drafters": ["token_recycling", "suffix_tree"]},
+}
+BY_MODELS: dict[str, dict[str, Any]] = {
+    "dyspec": {"model": "llama"},  # of the zoo: what it drafts is right by chance
+    "layerskip": {"exit_layer": 3, "width": 3},
+}
+NODES = 12
+ENGINE: dict[str, Any] = {
+    "max_model_len": 512,
+    "max_num_seqs": 4,
+    "max_num_batched_tokens": 1024,
+    "block_size": 32,
+}
+FEW_BLOCKS = 34  # for five requests: some are preempted
+ROUNDS = 2  # the second time with prefixes in the cache
+# Drafts accepted by a step; fewer, and a wrong mask could go unseen. Models that draft are random, and seldom right.
+LEAST_ACCEPTED, LEAST_BY_MODELS = 0.3, 0.05
+
+PROMPTS = [random.Random(n).choices(range(3, zoo.LIKELY), k=n) for n in (12, 40, 100, 300, 350)]
+KINDS = [
+    sampling(max_tokens=60),
+    sampling(max_tokens=80, temperature=0.8, seed=3),
+    sampling(max_tokens=60, temperature=1.2, seed=4, repetition_penalty=1.1),
+    sampling(max_tokens=70),
+    sampling(max_tokens=80, temperature=0.6, seed=5, logprobs=1),
+]
+
+
+@dataclass
+class Plain:
+    """What vLLM answers without us: all at once, then each alone."""
+
+    together: list[list[int]]
+    alone: list[list[int]]
+
+
+@dataclass
+class Outcome:
+    """What became of a model with a method."""
+
+    method: str
+    got: Got
+    reason: str | None  # why not trees
+    rounds: list[list[list[int]]] = field(default_factory=list)  # answers
+    totals: dict[str, int] = field(default_factory=dict)  # the worker's counters
+
+    @property
+    def accepted_enough(self) -> bool:
+        """Whether the comparison says something."""
+        least = LEAST_BY_MODELS if self.method in BY_MODELS else LEAST_ACCEPTED
+        return self.totals["spec_accepted_tokens"] > least * self.totals["spec_steps"]
+
+
+class Zoo:
+    """Checkpoints by name, made when they are asked for.
+
+    Args:
+        tokenizer: folder of the model whose tokenizer all have.
+        folder: where they are made.
+    """
+
+    def __init__(self, tokenizer: str, folder: Path) -> None:
+        self._tokenizer, self._folder = Path(tokenizer), folder
+        self._made: dict[str, str] = {}
+
+    def checkpoint(self, name: str) -> str:
+        """The folder of a model."""
+        if name not in self._made:
+            folder = self._folder / name
+            folder.mkdir()
+            self._made[name] = zoo.write(name, self._tokenizer, folder)
+        return self._made[name]
+
+    def options(self, method: str) -> dict[str, Any]:
+        """vLLM's ``speculative_config`` for a method: a budget that no clock moves."""
+        options = {"num_speculative_tokens": NODES, "budget": "fixed", **{**METHODS, **BY_MODELS}[method]}
+        if "model" in options:
+            options["model"] = self.checkpoint(options["model"])
+        return {"method": method, **options}
+
+
+def plain(models: Zoo, name: str) -> Plain:
+    """The answers of plain vLLM."""
+    for llm in engine(models.checkpoint(name), **{**ENGINE, **zoo.OPTIONS.get(name, {})}):
+        together = tokens(generate(llm, PROMPTS, KINDS))
+        alone = [
+            tokens(generate(llm, [prompt], [kind]))[0] for prompt, kind in zip(PROMPTS, KINDS, strict=True)
+        ]
+    return Plain(together, alone)
+
+
+def compare(models: Zoo, name: str, method: str) -> Outcome:
+    """A model with a method."""
+    options = {**ENGINE, "num_gpu_blocks_override": FEW_BLOCKS, **zoo.OPTIONS.get(name, {})}
+    folder, speculative = models.checkpoint(name), models.options(method)
+    try:
+        (outcome,) = [_answers(llm, method) for llm in engine(folder, speculative, **options)]
+    except ValueError as error:
+        return Outcome(method, "refused", str(error))
+    return outcome
+
+
+def _answers(llm: Any, method: str) -> Outcome:
+    (reason,) = llm.collective_rpc(_chain_reason)
+    rounds = [tokens(generate(llm, PROMPTS, KINDS)) for _ in range(ROUNDS)]
+    totals = counters(llm)
+    assert totals["fallbacks:proposer_error"] == 0
+    assert (totals["fallbacks:model_chain"] > 0) == (reason is not None)
+    return Outcome(method, "trees" if reason is None else "chains", reason, rounds, totals)
+
+
+def _chain_reason(worker: Any) -> str | None:
+    """Sent to the worker: why its drafts are chains."""
+    reason: str | None = worker.model_runner.drafter.chain_reason
+    return reason
+
+
+def num_identical(expected: Sequence[Sequence[int]], rounds: Sequence[Sequence[Sequence[int]]]) -> int:
+    """How many answers are token for token what they should be, of all rounds."""
+    return sum(list(a) == list(b) for answers in rounds for a, b in zip(expected, answers, strict=True))

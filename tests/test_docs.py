@@ -81,6 +81,15 @@ def test_what_runs_where_is_what_was_tested() -> None:
         assert (ROOT / "tests" / "engine" / test).exists(), test
 
 
+def test_which_models_get_trees_is_what_was_run() -> None:
+    script = ROOT / "scripts" / "model_zoo.py"
+    made = subprocess.run(
+        [sys.executable, script, "--table"], check=True, capture_output=True, text=True, cwd=ROOT
+    ).stdout
+    page = (ROOT / "docs" / "models.md").read_text()
+    assert made == page, f"python {script.relative_to(ROOT)} --table > docs/models.md"
+
+
 def test_every_method_has_a_row() -> None:
     text = (ROOT / "docs" / "methods.md").read_text()
     cells = " ".join(re.findall(r"(?m)^\| ([^|]*)", text.partition("## What each one does")[2]))

@@ -132,11 +132,19 @@ ABOUT = {
     "deepseek_v2": "latent attention (MLA), experts, one of them shared",
     "deepseek_v3": "latent attention (MLA), experts by sigmoid and groups, one of them shared",
 }
+# vLLM 0.32's rotary embedding in C reads parts of heads, which latent attention turns, as if rows lay side by side: on
+# CPUs plain vLLM's answers then depend on a request's place in the batch.
+NATIVE_ROTARY = {
+    "compilation_config": {"custom_ops": ["all", "-rotary_embedding"]},
+    "num_gpu_blocks_override": 70,
+}
 # Of the engine, for models that need others than all do.
 OPTIONS: dict[str, dict[str, Any]] = {
     "gemma3": {"num_gpu_blocks_override": 70},  # three groups of windowed layers have blocks of their own
     "cohere2": {"num_gpu_blocks_override": 70},
     "llama4": {"num_gpu_blocks_override": 70},
+    "deepseek_v2": NATIVE_ROTARY,
+    "deepseek_v3": NATIVE_ROTARY,
 }
 
 

@@ -110,7 +110,7 @@ MODELS: dict[str, Callable[[], Any]] = {
         interleave_moe_layer_step=2,
     ),
     "deepseek_v2": _of("DeepseekV2", **LATENT),
-    "deepseek_v3": _of("DeepseekV3", **LATENT),
+    "deepseek_v3": _of("DeepseekV3", **LATENT, topk_method="noaux_tc", scoring_func="sigmoid"),
 }
 # What each has of interest, for docs/models.md.
 ABOUT = {

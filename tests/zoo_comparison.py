@@ -116,12 +116,15 @@ def plain(models: Zoo, name: str) -> Plain:
 def compare(models: Zoo, name: str, method: str) -> Outcome:
     """A model with a method."""
     options = {**ENGINE, "num_gpu_blocks_override": FEW_BLOCKS, **zoo.OPTIONS.get(name, {})}
-    folder, speculative = models.checkpoint(name), models.options(method)
+    running = engine(models.checkpoint(name), models.options(method), **options)
     try:
-        (outcome,) = [_answers(llm, method) for llm in engine(folder, speculative, **options)]
+        llm = next(running)
     except ValueError as error:
         return Outcome(method, "refused", str(error))
-    return outcome
+    try:
+        return _answers(llm, method)
+    finally:
+        next(running, None)  # ends it
 
 
 def _answers(llm: Any, method: str) -> Outcome:

@@ -44,6 +44,7 @@ def load(vllm_config: Any, options: Chosen, target: Any, prefix: str) -> tuple[A
         its own VllmConfig, the model, and the names of its attention layers.
     """
     from vllm.compilation.backends import set_model_tag
+    from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
     from vllm.model_executor.model_loader import get_model
 
     config = replace(vllm_config, model_config=second_model_config(vllm_config, options), quant_config=None)
@@ -54,7 +55,13 @@ def load(vllm_config: Any, options: Chosen, target: Any, prefix: str) -> tuple[A
             model = _first_layers(config, target, prefix)
         else:
             model = get_model(vllm_config=config, prefix=prefix)
-    return config, model, [name for name in context if name not in before]
+    # Experts are among vLLM's layers too.
+    own = [
+        name
+        for name, layer in context.items()
+        if name not in before and isinstance(layer, AttentionLayerBase)
+    ]
+    return config, model, own
 
 
 def log_draft(options: Chosen, model: Any, layers: Sequence[str]) -> None:
@@ -138,8 +145,16 @@ def _slice_of(target: Any, options: Chosen, lora_config: Any, field: str) -> dic
             f"{field}.model='self' does not work with "
             f"{'LoRA' if lora_config is not None else 'a multimodal model'}; name one."
         )
+    if _is_recurrent(target):
+        raise ValueError(
+            f"{field}.model='self' does not work with a model that has recurrent layers; name one."
+        )
     types = getattr(text, "layer_types", None)
     return {"num_hidden_layers": layers, **({"layer_types": types[:layers]} if types else {})}
+
+
+def _is_recurrent(model_config: Any) -> bool:
+    return bool(model_config.is_hybrid or model_config.is_attention_free)
 
 
 def _first_layers(config: Any, target: Any, prefix: str) -> Any:
@@ -203,6 +218,11 @@ def check(vllm_config: Any, options: Chosen, field: str = SPECULATION) -> Any:
             f"{field}.model={options.model!r} cannot be used beside {target.model} with "
             f"max_model_len={target.max_model_len}: {error}"
         ) from error
+    if _is_recurrent(model_config):
+        raise ValueError(
+            f"{field}.model={options.model!r} has recurrent layers, whose state its passes could not take back; choose "
+            "one of attention alone."
+        )
     if options.model == SELF:
         return model_config
     theirs, ours = (

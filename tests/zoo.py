@@ -34,6 +34,14 @@ SIZES: dict[str, Any] = {
 }
 MIXED = ["sliding_attention", "sliding_attention", "sliding_attention", "full_attention"]
 GEMMA = {"sliding_window": WINDOW, "query_pre_attn_scalar": 32, "tie_word_embeddings": True}
+MAMBA_HEADS = {
+    "mamba_n_heads": 8,
+    "mamba_d_head": 16,
+    "mamba_d_state": 32,
+    "mamba_n_groups": 2,
+    "mamba_chunk_size": 64,
+    "mamba_expand": 2,
+}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
 # Of architectures whose heads have the rest of the width, whatever `head_dim` says.
 WIDE_HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1}
@@ -55,10 +63,10 @@ LATENT = {
 }
 
 
-def _of(name: str, **options: Any) -> Callable[[], Any]:
+def _of(name: str, **options: Any) -> Callable[..., Any]:
     """A model of transformers' class of that name."""
 
-    def make() -> Any:
+    def make(**changed: Any) -> Any:
         import transformers
 
         config_class = getattr(transformers, f"{name}Config")
@@ -68,13 +76,13 @@ def _of(name: str, **options: Any) -> Callable[[], Any]:
             for key, size in SIZES.items()
             if not isinstance(getattr(config_class, key, None), property)
         }
-        config = config_class(**{**sizes, **options})
+        config = config_class(**{**sizes, **options, **changed})
         return getattr(transformers, f"{name.removesuffix('Text')}ForCausalLM")(config)
 
     return make
 
 
-MODELS: dict[str, Callable[[], Any]] = {
+MODELS: dict[str, Callable[..., Any]] = {
     "llama": _of("Llama"),
     "qwen2": _of("Qwen2", **WIDE_HEADS),
     "qwen3": _of("Qwen3"),
@@ -104,10 +112,41 @@ MODELS: dict[str, Callable[[], Any]] = {
         num_attention_heads=2,
         num_key_value_heads=1,
         attention_chunk_size=WINDOW,
+        floor_scale=100,  # tokens from which on a query's factor grows
         intermediate_size_mlp=128,
         num_local_experts=4,
         num_experts_per_tok=1,
         interleave_moe_layer_step=2,
+    ),
+    "mamba2": _of("Mamba2", num_heads=8, head_dim=16, state_size=32, n_groups=2, chunk_size=64),
+    "granite4": _of(
+        "GraniteMoeHybrid",
+        **MAMBA_HEADS,
+        **WIDE_HEADS,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        shared_intermediate_size=64,
+        layer_types=["mamba", "mamba", "attention", "mamba"],
+    ),
+    "falcon_h1": _of("FalconH1", **MAMBA_HEADS, mamba_d_ssm=128),
+    "nemotron_h": _of(
+        "NemotronH",
+        mamba_num_heads=8,
+        mamba_head_dim=16,
+        ssm_state_size=32,
+        n_groups=2,
+        chunk_size=64,
+        layers_block_type=["mamba", "attention", "mamba", "mlp"],
+    ),
+    "qwen3_next": _of(
+        "Qwen3Next",
+        # All experts: in bfloat16 those of random weights would be chosen by chance.
+        **{**EXPERTS, "num_experts_per_tok": 4, "shared_expert_intermediate_size": 64},
+        layer_types=["linear_attention", "linear_attention", "full_attention", "linear_attention"],
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=64,
+        linear_value_head_dim=64,
     ),
     "deepseek_v2": _of("DeepseekV2", **LATENT),
     "deepseek_v3": _of("DeepseekV3", **LATENT, topk_method="noaux_tc", scoring_func="sigmoid"),
@@ -129,6 +168,11 @@ ABOUT = {
     "opt": "learned positions, biases, no gates",
     "falcon": "ALiBi instead of positions",
     "llama4": f"chunks of {WINDOW} tokens in three of four layers, experts, no positions in the fourth",
+    "mamba2": "Mamba-2 alone, no attention",
+    "granite4": "Mamba-2 in three of four layers, experts, one of them shared",
+    "falcon_h1": "Mamba-2 beside attention in each layer, multipliers",
+    "nemotron_h": "layers of Mamba-2, of attention and of an MLP",
+    "qwen3_next": "gated delta nets in three of four layers, experts; in bfloat16, as on CPUs no other is there",
     "deepseek_v2": "latent attention (MLA), experts, one of them shared",
     "deepseek_v3": "latent attention (MLA), experts by sigmoid and groups, one of them shared",
 }
@@ -138,20 +182,27 @@ NATIVE_ROTARY = {
     "compilation_config": {"custom_ops": ["all", "-rotary_embedding"]},
     "num_gpu_blocks_override": 70,
 }
+RECURRENT = {"enable_prefix_caching": False}  # plain vLLM fails with it on CPUs
+BFLOAT16 = ("qwen3_next",)  # vLLM's kernels for CPUs have no other
 # Of the engine, for models that need others than all do.
 OPTIONS: dict[str, dict[str, Any]] = {
     "gemma3": {"num_gpu_blocks_override": 70},  # three groups of windowed layers have blocks of their own
     "cohere2": {"num_gpu_blocks_override": 70},
     "llama4": {"num_gpu_blocks_override": 70},
+    "mamba2": RECURRENT,
+    "granite4": {**RECURRENT, "num_gpu_blocks_override": 19},
+    "falcon_h1": RECURRENT,
+    "nemotron_h": RECURRENT,
+    **{name: {**RECURRENT, "dtype": "bfloat16"} for name in BFLOAT16},
     "deepseek_v2": NATIVE_ROTARY,
     "deepseek_v3": NATIVE_ROTARY,
 }
 
 
-def write(name: str, tokenizer: Path, folder: Path) -> str:
-    """A checkpoint in ``folder``, with the tokenizer of the folder ``tokenizer``."""
+def write(name: str, tokenizer: Path, folder: Path, **changed: Any) -> str:
+    """A checkpoint in ``folder``, with the tokenizer of the folder ``tokenizer``; ``changed`` of its configuration."""
     torch.manual_seed(0)
-    model = MODELS[name]().to(torch.float32)
+    model = MODELS[name](**changed).to(torch.float32)
     with torch.no_grad():
         for key, value in model.named_parameters():
             if key.endswith("sinks"):

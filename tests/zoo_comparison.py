@@ -8,6 +8,7 @@ and lose their blocks.
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,7 +26,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "hybrid": {"drafters": ["token_recycling", "suffix_tree"]},
 }
 BY_MODELS: dict[str, dict[str, Any]] = {
-    "dyspec": {"model": "llama"},  # of the zoo: what it drafts is right by chance
+    "dyspec": {"model": "self", "self_layers": 3},
     "layerskip": {"exit_layer": 3, "width": 3},
 }
 NODES = 12
@@ -39,6 +40,8 @@ FEW_BLOCKS = 34  # for five requests: some are preempted
 ROUNDS = 2  # the second time with prefixes in the cache
 # Drafts accepted by a step; fewer, and a wrong mask could go unseen. Models that draft are random, and seldom right.
 LEAST_ACCEPTED, LEAST_BY_MODELS = 0.3, 0.05
+# How ours begin: before there is an engine, or as vLLM hands on what a worker says.
+REFUSAL = re.compile(r"(?:^|Worker failed with error ')(speculative[ _].*?)(?:', please check|$)", re.DOTALL)
 
 PROMPTS = [random.Random(n).choices(range(3, zoo.LIKELY), k=n) for n in (12, 40, 100, 300, 350)]
 KINDS = [
@@ -97,10 +100,8 @@ class Zoo:
 
     def options(self, method: str) -> dict[str, Any]:
         """vLLM's ``speculative_config`` for a method: a budget that no clock moves."""
-        options = {"num_speculative_tokens": NODES, "budget": "fixed", **{**METHODS, **BY_MODELS}[method]}
-        if "model" in options:
-            options["model"] = self.checkpoint(options["model"])
-        return {"method": method, **options}
+        options = {"num_speculative_tokens": NODES, "budget": "fixed"}
+        return {"method": method, **options, **{**METHODS, **BY_MODELS}[method]}
 
 
 def plain(models: Zoo, name: str) -> Plain:
@@ -116,11 +117,16 @@ def plain(models: Zoo, name: str) -> Plain:
 def compare(models: Zoo, name: str, method: str) -> Outcome:
     """A model with a method."""
     options = {**ENGINE, "num_gpu_blocks_override": FEW_BLOCKS, **zoo.OPTIONS.get(name, {})}
+    if method in BY_MODELS:
+        options["num_gpu_blocks_override"] *= 2  # layers that draft have blocks too
     running = engine(models.checkpoint(name), models.options(method), **options)
     try:
         llm = next(running)
-    except ValueError as error:
-        return Outcome(method, "refused", str(error))
+    except (ValueError, RuntimeError) as error:
+        refusal = REFUSAL.search(str(error))
+        if refusal is None:
+            raise
+        return Outcome(method, "refused", refusal[1].replace(models.checkpoint(name), name))
     try:
         return _answers(llm, method)
     finally:

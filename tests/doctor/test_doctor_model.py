@@ -65,20 +65,7 @@ def test_it_says_what_the_engine_gave(tmp_path: Path, name: str) -> None:
             "window of 8 tokens is smaller than a tree of 13",
         ),
         ("Llama", "LlamaForCausalLM", {"head_dim": 48}, "cannot", "not of 48"),
-        (
-            "Llama",
-            "LlamaForCausalLM",
-            {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 6, 6]}},
-            "chains",
-            "M-RoPE",
-        ),
-        (
-            "Mamba2",
-            "Mamba2ForCausalLM",
-            {"num_heads": 4, "head_dim": 32, "state_size": 16},
-            "refused",
-            "recurrent",
-        ),
+        ("Mamba", "MambaForCausalLM", {}, "refused", "MambaMixer has a recurrent state"),
         ("Bert", "BertModel", {}, "refused", "pooling"),
     ],
 )
@@ -129,11 +116,9 @@ def test_the_command(tmp_path: Path) -> None:
     assert report["ok"]
     assert (report["model"]["got"], report["model"]["reason"]) == ("trees", None)
     assert "weights" in next(check for check in report["checks"] if check["what"] == "not told")["found"]
-    refused = write(
-        tmp_path / "mamba", "Mamba2", "Mamba2ForCausalLM", hidden_size=64, num_heads=4, head_dim=32
-    )
+    refused = write(tmp_path / "mamba", "Mamba", "MambaForCausalLM", hidden_size=64)
     shown = CliRunner().invoke(app, ["doctor", "--model", refused])
-    assert (shown.exit_code, shown.output.splitlines()[0]) == (1, "Mamba2ForCausalLM: refused")
+    assert (shown.exit_code, shown.output.splitlines()[0]) == (1, "MambaForCausalLM: refused")
 
 
 @pytest.mark.parametrize(

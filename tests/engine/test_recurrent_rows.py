@@ -51,7 +51,7 @@ def test_pending_rows_are_a_chain_before_the_tree() -> None:
         [1, 2, 3, 1, 2, 3, 4],
     ]
     assert rows.num_packed == 13
-    assert rows.max_rows == 6
+    assert rows.max_rows == 5
 
 
 def test_rows_of_some_requests() -> None:

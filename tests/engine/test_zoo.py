@@ -8,13 +8,16 @@ from typing import Any
 import pytest
 import zoo
 import zoo_comparison
+from conftest import engine
 from helpers import assert_same_outputs
-from zoo_comparison import METHODS, NODES, Plain, Zoo
+from v2_requests import counters, generate, sampling
+from zoo_comparison import ENGINE, METHODS, NODES, PROMPTS, Plain, Zoo
 
+from vllm_ext.bench.stats import first_difference
 from vllm_ext.doctor import model as doctor
 
 pytestmark = pytest.mark.engine
-QUICK = {"gpt_oss": "hybrid"}
+QUICK = {"gpt_oss": "hybrid", "granite4": "token_recycling"}
 
 
 @pytest.fixture(scope="module")
@@ -52,6 +55,28 @@ def test_a_model_of_the_zoo(models: Zoo, plain: Any, name: str, method: str) -> 
         return
     assert told.reason == outcome.reason
     assert outcome.accepted_enough, outcome.totals
-    if expected.together == expected.alone:  # else nobody knows what is right
+    # Else nobody knows what is right, or it is judged below.
+    if expected.together == expected.alone and name not in zoo.BFLOAT16:
         for answers in outcome.rounds:
             assert_same_outputs(expected.together, answers)
+
+
+@pytest.mark.slow
+def test_bfloat16_answers_part_from_plain_ones_at_near_ties(models: Zoo) -> None:
+    """Of gated delta nets, which vLLM has in bfloat16 alone on CPUs: plain's prompts are rounded in another order."""
+    folder, asked = models.checkpoint("qwen3_next"), sampling(max_tokens=60, logprobs=20)
+    options = {**ENGINE, **zoo.OPTIONS["qwen3_next"]}
+    for llm in engine(folder, **options):
+        plain = generate(llm, PROMPTS, asked)
+    gaps = []
+    for llm in engine(folder, models.options("token_recycling"), **options):
+        for expected, answer in zip(plain, generate(llm, PROMPTS, asked), strict=True):
+            place = first_difference(expected.token_ids, answer.token_ids)
+            if place is not None:
+                known = expected.logprobs[place]
+                assert answer.token_ids[place] in known
+                ids = expected.token_ids[place], answer.token_ids[place]
+                gaps.append(known[ids[0]].logprob - known[ids[1]].logprob)
+        assert counters(llm)["fallbacks:model_chain"] == 0
+    print("gaps", gaps)
+    assert max(gaps, default=0) < 0.25

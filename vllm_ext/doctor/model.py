@@ -41,6 +41,7 @@ class Answer:
     runner: str
     layers: str  # in words; empty: none were built
     early_exits: bool
+    needs: str = ""  # of the command line
 
     @property
     def verdict(self) -> str:
@@ -85,8 +86,11 @@ def answer(model: str, nodes: int | None = None, dtype: str = "auto") -> Answer:
         "architecture": plain.architecture,
         "early_exits": plain.architecture in layer_slices.ARCHITECTURES,
     }
+    recurrent = plain.is_hybrid or plain.is_attention_free
+    if recurrent:
+        known["needs"] = "--no-enable-prefix-caching"
     try:
-        config = _engine_args(model, dtype, method).create_engine_config()
+        config = _engine_args(model, dtype, method, recurrent).create_engine_config()
     except ValueError as error:
         return Answer(got="refused", reason=str(error), runner="", layers="", **known)
     runner = "V2" if config.use_v2_model_runner else "V1"
@@ -116,14 +120,15 @@ def checks(found: Answer) -> Iterator[Check]:
     yield Check("ok", "model", f"{found.model}, {found.architecture}", short=found.architecture)
     if found.layers:
         yield Check("ok", "layers", found.layers, short=found.layers)
+    where = f"on the {found.runner} runner" + (f" with {found.needs}" if found.needs else "")
     if found.got == "trees":
-        line = f"trees, on the {found.runner} runner"
+        line = f"trees, {where}"
         yield Check("ok", "drafts", line, short=line)
     elif found.got == "chains":
         yield Check(
             "warn",
             "drafts",
-            f"chains instead of trees, on the {found.runner} runner: {found.reason}",
+            f"chains instead of trees, {where}: {found.reason}",
             "nothing: output is the same",
         )
     elif found.got == "refused":
@@ -137,10 +142,18 @@ def checks(found: Answer) -> Iterator[Check]:
     yield Check("ok", "not told", NOT_TOLD, short=NOT_TOLD)
 
 
-def _engine_args(model: str, dtype: str, method: dict[str, Any] | None) -> Any:
+def _engine_args(
+    model: str, dtype: str, method: dict[str, Any] | None, without_prefixes: bool = False
+) -> Any:
     from vllm.engine.arg_utils import EngineArgs
 
-    return EngineArgs(model=model, dtype=dtype, speculative_config=method, load_format="dummy")
+    return EngineArgs(
+        model=model,
+        dtype=dtype,
+        speculative_config=method,
+        load_format="dummy",
+        enable_prefix_caching=False if without_prefixes else None,
+    )
 
 
 def _plain_model_config(model: str, dtype: str) -> Any:
@@ -176,7 +189,9 @@ def _build(config: Any) -> Built:
     from vllm.v1.worker.worker_base import WorkerBase
 
     from vllm_ext.engine.attention import tree_backend, v2_backends
+    from vllm_ext.engine.recurrent import registry
 
+    registry.register(config.model_config)
     (v2_backends if config.use_v2_model_runner else tree_backend).register()
     with set_current_vllm_config(config), _one_process():
         with set_default_torch_dtype(config.model_config.dtype), _without_weights():

@@ -289,6 +289,7 @@ FILES = (
         for file in sorted(ENGINE.glob("v2/*.py"))
         if file.name not in ("logits_processor.py", "host_drafter.py")
     ),
+    ENGINE / "recurrent/device_rows.py",
     ENGINE / "scheduler/budget.py",
     *sorted(ENGINE.glob("attention/*_captured.py")),
     *sorted(ROOT.glob("proposers/*_device.py")),
@@ -313,7 +314,9 @@ KNOWN = {
     "TreeVerifier._get_logprobs_tensors",  # numpy: row_start_np
     "TreeState.prepare_attn",  # numpy: query_start_loc_np
     "_trees",  # numpy
-    "_behind",  # numpy
+    "_part",  # numpy
+    "DeviceRows.rows",  # numpy: num_rows
+    "DeviceSteps.mark",  # numpy: num_scheduled_tokens
     "SpeculativeRunner.sample",  # numpy: structured
     "ModelSpeculator.has_drawn",  # numpy
     "_most_rows",  # at start-up

@@ -164,23 +164,26 @@ def test_kv_connector_is_refused(model_dir: str) -> None:
         config_for(model_dir, speculative_config=METHOD, kv_transfer_config=connector)
 
 
-@pytest.mark.parametrize(
-    ("architecture", "config"),
-    [
-        ("MambaForCausalLM", {"model_type": "mamba", "state_size": 16}),
-        (
-            "JambaForCausalLM",
-            {"model_type": "jamba", "num_attention_heads": 4, "num_key_value_heads": 2, "num_experts": 1},
-        ),
-    ],
-)
-def test_recurrent_models_are_refused(tmp_path: Path, architecture: str, config: dict[str, Any]) -> None:
-    common = {"hidden_size": 64, "num_hidden_layers": 8, "vocab_size": 100, "max_position_embeddings": 256}
-    (tmp_path / "config.json").write_text(json.dumps({"architectures": [architecture], **common, **config}))
+def test_recurrent_models_with_prefix_caching_are_refused(tmp_path: Path) -> None:
+    config = {
+        "architectures": ["JambaForCausalLM"],
+        "model_type": "jamba",
+        "hidden_size": 64,
+        "num_hidden_layers": 8,
+        "vocab_size": 100,
+        "max_position_embeddings": 256,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "num_experts": 1,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    given: dict[str, Any] = {"speculative_config": METHOD, "skip_tokenizer_init": True}
     with pytest.raises(
-        ValueError, match=r"model '.*': it has recurrent \(Mamba-like\) layers.*remove the method"
+        ValueError,
+        match=r"recurrent \(Mamba-like\) layers, and prefix caching: it needs --no-enable-prefix-caching",
     ):
-        config_for(str(tmp_path), speculative_config=METHOD, skip_tokenizer_init=True)
+        config_for(str(tmp_path), **given)
+    config_for(str(tmp_path), **given, enable_prefix_caching=False)
 
 
 def test_microbatching_is_refused(model_dir: str) -> None:

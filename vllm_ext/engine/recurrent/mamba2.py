@@ -72,8 +72,8 @@ class TreeMambaMixer2(TreeLayer, MambaMixer2):  # type: ignore[misc]  # vLLM is 
         q, k = (part.view(rows.num_packed, -1, self.ssm_state_size) for part in (q, k))
         out = torch.empty_like(x, dtype=torch.float32)
         recurrent_trees(
-            q,
-            k,
+            q.float(),
+            k.float(),
             x.float() * dt[:, :, None],
             dt * self.A,
             None,

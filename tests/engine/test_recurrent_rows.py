@@ -37,7 +37,9 @@ def packed_parents(rows: RecurrentRows) -> list[list[int]]:
 
 def test_pending_rows_are_a_chain_before_the_tree() -> None:
     blocks = torch.tensor([7, 8, 9], dtype=torch.int32)
-    rows = recurrent_rows(trees([5, 5, 5]), np.array([0, 1, 2]), [[2, 4], [], [1]], blocks)
+    rows = recurrent_rows(trees([5, 5, 5]), np.array([0, 1, 2]), [[2, 4], [], [1]], blocks.device).over(
+        blocks
+    )
     assert packed_parents(rows) == [[-1, 0, 1, 2, 2, 3], [-1], [-1, 0, 1, 2, 2, 3]]
     assert rows.certain.tolist() == [3, 1, 2]
     assert rows.verified.tolist() == [2, 3, 4, 5, 6, 8, 9, 10, 11, 12]
@@ -58,7 +60,7 @@ def test_rows_of_some_requests() -> None:
     """Prompt rows of the second stand between the others."""
     step = trees([5, 0, 5], (0, 3, 0))
     assert decoding(step).tolist() == [0, 2]
-    rows = recurrent_rows(step, decoding(step), [[], [3]], torch.tensor([7, 9], dtype=torch.int32))
+    rows = recurrent_rows(step, decoding(step), [[], [3]], torch.device("cpu"))
     assert isinstance(rows.own, torch.Tensor)
     assert rows.own.tolist() == [0, 1, 2, 3, 8, 9, 10, 11, 12]
     assert rows.row_start.tolist() == [0, 4, 9]

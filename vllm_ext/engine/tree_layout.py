@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -60,11 +61,10 @@ class StepTrees:
             input_ids: int32 ``[num_query_rows]``.
         """
         num_rows = np.asarray(num_drafts, dtype=np.int32) + 1
-        row_start = np.zeros(len(num_rows) + 1, dtype=np.int32)
-        np.cumsum(num_rows, out=row_start[1:])
+        row_start = starts(num_rows)
         # A request's verified rows are the last ones of its query; earlier ones are prompt.
         query_row = query_start[1:] - num_rows
-        offset = np.arange(row_start[-1], dtype=np.int32) - np.repeat(row_start[:-1], num_rows)
+        offset = offsets(num_rows)
         parents = offset - 1
         branching = []
         drawn = {}
@@ -143,3 +143,15 @@ class StepTrees:
                     source.append(self.query_row[request] + row)
                     target.append(self.query_row[request] + place)
         return np.array(source, dtype=np.int32), np.array(target, dtype=np.int32)
+
+
+def starts(lengths: Any) -> Int32:
+    """Where each of so many begins, and the end."""
+    found = np.zeros(len(lengths) + 1, dtype=np.int32)
+    np.cumsum(lengths, out=found[1:])
+    return found
+
+
+def offsets(lengths: Any) -> Int32:
+    """``[0, 1, ..., n - 1]`` for each length n, one after the other."""
+    return np.arange(lengths.sum(), dtype=np.int32) - np.repeat(starts(lengths)[:-1], lengths)

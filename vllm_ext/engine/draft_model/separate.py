@@ -24,6 +24,7 @@ import torch
 
 from vllm_ext.engine.draft_model.passes import DraftPasses, Growth, Pass
 from vllm_ext.engine.models import second_model
+from vllm_ext.engine.tree_layout import offsets, starts
 from vllm_ext.proposers.draft_model import DraftModelOptions, Rows
 
 PREFIX = "companion"  # of the layers' names
@@ -128,10 +129,9 @@ class SeparateModel(DraftPasses):
         slots = np.array([part[0] for part in parts])
         start, end = (np.array([part[i] for part in parts], np.int32) for i in (1, 2))
         lengths = end - start
-        query_start = np.zeros(len(parts) + 1, np.int32)
-        np.cumsum(lengths, out=query_start[1:])
+        query_start = starts(lengths)
         owner = np.repeat(np.arange(len(parts)), lengths)
-        positions = np.arange(query_start[-1], dtype=np.int32) - query_start[owner] + start[owner]
+        positions = offsets(lengths) + start[owner]
         tokens = batch.token_ids_cpu[slots[owner], positions]
         kv_slots = self._kv_slots(slots[owner], positions)
         common = replace(

@@ -4,15 +4,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 from vllm.utils.torch_utils import async_tensor_h2d
 
-from vllm_ext.engine.recurrent.rows import RecurrentRows, as_rows, offsets, starts
+from vllm_ext.engine.recurrent.rows import RecurrentRows, as_rows
 from vllm_ext.engine.tree_layers import recurrent_groups
+from vllm_ext.engine.tree_layout import offsets, starts
 from vllm_ext.kernels.device_trees import Walked
 
 
@@ -50,25 +50,25 @@ class DeviceRows:
         self.num_pending[slots] = (walked.num_emitted - 1).clamp(min=0)
 
     def rows(
-        self, slots: torch.Tensor, blocks: torch.Tensor, num_rows: Any, query_row: Any, parents: torch.Tensor
+        self, slots: torch.Tensor, num_rows: Any, query_row: Any, parents: torch.Tensor, fresh: Any
     ) -> RecurrentRows:
         """A step of some requests.
 
         Args:
             slots: ``[requests]`` theirs.
-            blocks: int32 ``[requests]`` their states.
             num_rows: int ``[requests]``, on the host: of each request, its root's and its drafts'.
             query_row: int ``[requests]``, on the host: where in the query the root is.
             parents: int32 ``[rows]`` inside the request; -1 for roots.
+            fresh: int, on the host: those of them that have read nothing yet.
         """
-        device, requests = blocks.device, len(num_rows)
+        device, requests = parents.device, len(num_rows)
 
         def index(array: Any) -> torch.Tensor:
             return to_device(array, torch.int64, device)
 
         offset, owner = offsets(num_rows), np.repeat(np.arange(requests), num_rows)
         pending, num_pending = self.pending[slots], self.num_pending[slots]
-        own, states = index(owner), blocks.to(torch.int64)
+        own = index(owner)
         packed_start = torch.zeros(requests + 1, dtype=torch.int32, device=device)
         torch.cumsum(index(num_rows) + num_pending, 0, dtype=torch.int32, out=packed_start[1:])
         first = packed_start[:-1] + num_pending  # the roots
@@ -84,7 +84,6 @@ class DeviceRows:
         nodes = np.flatnonzero(offset)
         return RecurrentRows(
             own=as_rows(np.repeat(query_row, num_rows) + offset, index),
-            blocks=blocks,
             row_start=to_device(starts(num_rows), torch.int32, device),
             parents=parents,
             pending=pending,
@@ -95,11 +94,11 @@ class DeviceRows:
             verified=verified,
             read=(
                 read.flatten(),
-                states.repeat_interleave(pending.shape[1]),
+                index(np.repeat(np.arange(requests), pending.shape[1])),
                 pending.flatten().to(torch.int64),
             ),
-            kept=(index(nodes), states[index(owner[nodes])], index(offset[nodes])),
-            fresh=None,
+            kept=(index(nodes), index(owner[nodes]), index(offset[nodes])),
+            fresh=index(fresh) if len(fresh) else None,
             max_rows=int(num_rows.max()),
         )
 
@@ -154,16 +153,14 @@ class DeviceSteps:
         if parents is None:
             parents = torch.full((int(lengths.sum()),), -1, dtype=torch.int32, device=device)
         else:
-            rows = np.repeat(input_batch.cu_num_logits_np[ours], lengths) + offsets(lengths)
-            parents = parents[to_device(rows, torch.int64, device)]
+            verified = np.repeat(input_batch.cu_num_logits_np[ours], lengths) + offsets(lengths)
+            parents = parents[to_device(verified, torch.int64, device)]
         slots = input_batch.idx_mapping[index]
         others = np.flatnonzero(~decoding)
         fresh = np.flatnonzero(input_batch.num_computed_tokens_np[ours] == 0)
         stock, stock_rows = stock_of(others) if len(others) else ({}, None)
+        step = self.pending.rows(slots, lengths, input_batch.query_start_loc_np[ours], parents, fresh)
         for group_id, group in self.groups:
-            blocks = block_tables[group_id][index, 0]
-            found = self.pending.rows(slots, blocks, lengths, input_batch.query_start_loc_np[ours], parents)
-            if len(fresh):
-                found = replace(found, fresh=blocks[to_device(fresh, torch.int64, device)].to(torch.int64))
+            rows = step.over(block_tables[group_id][index, 0], stock.get(group.layer_names[0]), stock_rows)
             for name in group.layer_names:
-                metadata[name] = replace(found, stock=stock.get(name), stock_rows=stock_rows)
+                metadata[name] = rows

@@ -13,14 +13,11 @@ import torch
 import torch.nn.functional as F
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import QwenGatedDeltaNetAttention
-from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
 from vllm.platforms import current_platform
 from vllm.utils.torch_utils import direct_register_custom_op
 
 from vllm_ext.engine.recurrent.layers import TreeLayer, step_of, stock
 from vllm_ext.engine.recurrent.rows import RecurrentRows
-from vllm_ext.kernels.recurrent_trees import recurrent_trees
-from vllm_ext.kernels.tree_conv import tree_conv
 
 
 class TreeGatedDeltaNet(TreeLayer, QwenGatedDeltaNetAttention):  # type: ignore[misc]  # vLLM is untyped to us
@@ -69,27 +66,13 @@ class TreeGatedDeltaNet(TreeLayer, QwenGatedDeltaNetAttention):  # type: ignore[
             a: ``[rows, num_v_heads]``: what decays, before the gating.
         """
         self.begin(rows)
-        conv_state, state = self.kv_cache[:2]
-        packed = mixed.new_empty((rows.num_packed, mixed.shape[1]))
-        tree_conv(
-            mixed,
-            conv_state if is_conv_state_dim_first() else conv_state.transpose(-1, -2),
-            self._conv_weight(),
-            self.conv1d.bias,
-            rows.blocks,
-            rows.row_start,
-            rows.parents,
-            rows.pending,
-            rows.num_pending,
-            rows.packed_start[:-1],
-            packed,
-            self.activation == "silu",
-        )
+        packed = self.convolved(rows, mixed, self._conv_weight(), self.activation == "silu")
         b, a = self.packed(rows, torch.cat([b, a], dim=-1)).float().chunk(2, dim=-1)
         q, k, v = (part.squeeze(0).float() for part in self.rearrange_mixed_qkv(packed))
         q, k = (part * (part.square().sum(-1, keepdim=True) + 1e-6).rsqrt() for part in (q, k))
-        out = torch.empty_like(v)
-        recurrent_trees(
+        state = self.kv_cache[1]
+        out = self.scanned(
+            rows,
             q * self.head_k_dim**-0.5,
             k,
             v,
@@ -97,12 +80,6 @@ class TreeGatedDeltaNet(TreeLayer, QwenGatedDeltaNetAttention):  # type: ignore[
             b.sigmoid().contiguous(),
             # vLLM's kernels for CPUs have keys before values in memory, whatever the shape says.
             state.view(*state.shape[:2], self.head_k_dim, self.head_v_dim).transpose(-1, -2),
-            rows.blocks,
-            rows.packed_start,
-            rows.certain,
-            rows.packed_parents,
-            out,
-            max_rows=rows.max_rows,
         )
         found: torch.Tensor = out[rows.verified].to(mixed.dtype)
         return found

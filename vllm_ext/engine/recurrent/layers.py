@@ -10,9 +10,12 @@ from typing import Any
 
 import torch
 from vllm.forward_context import get_forward_context
+from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
 
 from vllm_ext.config import speculative
 from vllm_ext.engine.recurrent.rows import RecurrentRows
+from vllm_ext.kernels.recurrent_trees import recurrent_trees
+from vllm_ext.kernels.tree_conv import tree_conv
 
 
 class TreeLayer:
@@ -25,6 +28,7 @@ class TreeLayer:
     prefix: str
     kv_cache: tuple[torch.Tensor, ...]
     num_spec: int
+    conv1d: Any
 
     gates: torch.Tensor  # [num_blocks, 1 + num_spec, ...] of the last step's rows, for those that are pending
 
@@ -69,6 +73,54 @@ class TreeLayer:
         own, states, offsets = rows.kept
         self.gates[states, offsets] = gates[own].to(self.gates.dtype)
         return found
+
+    def convolved(
+        self, rows: RecurrentRows, inputs: torch.Tensor, weight: torch.Tensor, silu: bool
+    ) -> torch.Tensor:
+        """``[packed rows, channels]``: the convolution of pending rows and of the step's, whose inputs it keeps.
+
+        Args:
+            rows: the step.
+            inputs: ``[rows, channels]`` of the step's rows.
+            weight: ``[channels, width]``.
+            silu: whether its outputs go through SiLU.
+        """
+        state = self.kv_cache[0]
+        out = inputs.new_empty((rows.num_packed, inputs.shape[1]))
+        tree_conv(
+            inputs,
+            state if is_conv_state_dim_first() else state.transpose(-1, -2),
+            weight,
+            self.conv1d.bias,
+            rows.blocks,
+            rows.row_start,
+            rows.parents,
+            rows.pending,
+            rows.num_pending,
+            rows.packed_start[:-1],
+            out,
+            silu,
+        )
+        return out
+
+    def scanned(
+        self,
+        rows: RecurrentRows,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        decay: torch.Tensor,
+        beta: torch.Tensor | None,
+        state: torch.Tensor,
+    ) -> torch.Tensor:
+        """As ``v``: what the step's rows, among the packed ones, read off the states, which are advanced to the roots.
+
+        All but ``state`` are float32 and of the packed rows; see `recurrent_trees`.
+        """
+        out = torch.empty_like(v)
+        layout = rows.blocks, rows.packed_start, rows.certain, rows.packed_parents
+        recurrent_trees(q, k, v, decay, beta, state, *layout, out, max_rows=rows.max_rows)
+        return out
 
 
 def step_of(prefix: str) -> RecurrentRows | None:

@@ -11,12 +11,9 @@ import functools
 import torch
 import torch.nn.functional as F
 from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
-from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
 
 from vllm_ext.engine.recurrent.layers import TreeLayer, step_of, stock
 from vllm_ext.engine.recurrent.rows import RecurrentRows
-from vllm_ext.kernels.recurrent_trees import recurrent_trees
-from vllm_ext.kernels.tree_conv import tree_conv
 
 
 class TreeMambaMixer2(TreeLayer, MambaMixer2):  # type: ignore[misc]  # vLLM is untyped to us
@@ -49,44 +46,16 @@ class TreeMambaMixer2(TreeLayer, MambaMixer2):  # type: ignore[misc]  # vLLM is 
         """``[rows, num_heads * head_dim]``."""
         self.begin(rows)
         conv_in, dt = torch.split(inputs, [self.tped_conv_size, self.tped_dt_size], dim=-1)
-        conv_state, state = self.kv_cache[:2]
-        mixed = inputs.new_empty((rows.num_packed, self.tped_conv_size))
-        tree_conv(
-            conv_in,
-            conv_state if is_conv_state_dim_first() else conv_state.transpose(-1, -2),
-            self.conv_weights,
-            self.conv1d.bias,
-            rows.blocks,
-            rows.row_start,
-            rows.parents,
-            rows.pending,
-            rows.num_pending,
-            rows.packed_start[:-1],
-            mixed,
-            self.activation in ("silu", "swish"),
-        )
+        silu = self.activation in ("silu", "swish")
+        mixed = self.convolved(rows, conv_in, self.conv_weights, silu)
         x, k, q = self.split_hidden_states_B_C_fn(mixed)
         heads = self.tped_dt_size
         dt = F.softplus(self.packed(rows, dt).float() + self.dt_bias.float())
-        x = x.view(rows.num_packed, heads, self.head_dim)
-        q, k = (part.view(rows.num_packed, -1, self.ssm_state_size) for part in (q, k))
-        out = torch.empty_like(x, dtype=torch.float32)
-        recurrent_trees(
-            q.float(),
-            k.float(),
-            x.float() * dt[:, :, None],
-            dt * self.A,
-            None,
-            state,
-            rows.blocks,
-            rows.packed_start,
-            rows.certain,
-            rows.packed_parents,
-            out,
-            max_rows=rows.max_rows,
-        )
+        x = x.float().view(rows.num_packed, heads, self.head_dim)
+        q, k = (part.float().view(rows.num_packed, -1, self.ssm_state_size) for part in (q, k))
+        out = self.scanned(rows, q, k, x * dt[:, :, None], dt * self.A, None, self.kv_cache[1])
         own = rows.verified
-        out = out[own] + x[own].float() * self.D.float()[:, None]
+        out = out[own] + x[own] * self.D.float()[:, None]
         found: torch.Tensor = out.flatten(1).to(inputs.dtype)
         return found
 

@@ -9,13 +9,13 @@ that it has there; nodes start from it, and leave no trace.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import torch
 
-from vllm_ext.engine.tree_layout import StepTrees
+from vllm_ext.engine.tree_layout import StepTrees, offsets, starts
 from vllm_ext.proposers.tree import Int32
 
 Rows = torch.Tensor | slice  # int64, or all of a range
@@ -23,13 +23,13 @@ Rows = torch.Tensor | slice  # int64, or all of a range
 
 @dataclass(frozen=True, slots=True)
 class RecurrentRows:
-    """A step for one group of recurrent layers. Instead of vLLM's metadata.
+    """A step for one group of recurrent layers, instead of vLLM's metadata; before `over`, for all of them.
 
-    Packed rows are, request after request, the pending ones and then those of the step.
+    Packed rows are, request after request, the pending ones and then those of the step. Requests are counted among
+    those that decode; of one group there are their states instead.
     """
 
     own: Rows  # query rows of requests that decode
-    blocks: torch.Tensor  # int32 [requests] of each the state
     row_start: torch.Tensor  # int32 [requests + 1] among ``own``
     parents: torch.Tensor  # int32 [rows] inside the request; -1 for roots
     pending: torch.Tensor  # int32 [requests, most] rows of the last step that were accepted behind its root
@@ -38,12 +38,14 @@ class RecurrentRows:
     packed_parents: torch.Tensor  # int32 [packed rows]
     certain: torch.Tensor  # int32 [requests] packed rows that are accepted: the pending ones and the root
     verified: torch.Tensor  # int64 [rows] of ``own`` the places among the packed rows
-    # Of all pending rows, int64: places among the packed rows, states, rows of the last step.
+    # Of all pending rows, int64: places among the packed rows, requests, rows of the last step.
     read: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-    # Of all nodes, int64: places among ``own``, states, rows of the step.
+    # Of all nodes, int64: places among ``own``, requests, rows of the step.
     kept: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-    fresh: torch.Tensor | None  # int64: states of requests that have read nothing yet
+    fresh: torch.Tensor | None  # int64: requests that have read nothing yet
     max_rows: int  # the most of a request, its pending ones left out
+    # Of a group.
+    blocks: Any = None  # int32 [requests] of each the state
     stock: Any = None  # vLLM's metadata of the other requests; None when there are none
     stock_rows: Rows | None = None
 
@@ -51,6 +53,26 @@ class RecurrentRows:
     def num_packed(self) -> int:
         """How many packed rows there are."""
         return len(self.packed_parents)
+
+    def over(self, blocks: torch.Tensor, stock: Any = None, stock_rows: Rows | None = None) -> RecurrentRows:
+        """The step for a group of layers.
+
+        Args:
+            blocks: int32 ``[requests]`` of each its state.
+            stock: vLLM's metadata of the other requests.
+            stock_rows: their query rows.
+        """
+        states = blocks.to(torch.int64)
+        (places, of_pending, last), (nodes, of_nodes, rows) = self.read, self.kept
+        return replace(
+            self,
+            read=(places, states[of_pending], last),
+            kept=(nodes, states[of_nodes], rows),
+            fresh=None if self.fresh is None else states[self.fresh],
+            blocks=blocks,
+            stock=stock,
+            stock_rows=stock_rows,
+        )
 
 
 @dataclass(slots=True)
@@ -83,7 +105,7 @@ def decoding(trees: StepTrees) -> Int32:
 
 
 def recurrent_rows(
-    trees: StepTrees, ours: Int32, pending: Sequence[Sequence[int]], blocks: torch.Tensor
+    trees: StepTrees, ours: Int32, pending: Sequence[Sequence[int]], device: torch.device
 ) -> RecurrentRows:
     """A step of some requests.
 
@@ -91,9 +113,8 @@ def recurrent_rows(
         trees: of the whole batch.
         ours: batch indices, ascending.
         pending: of each of these the rows of its last step that were accepted behind the root.
-        blocks: int32 ``[requests]`` of each of these its state.
+        device: of the states.
     """
-    device = blocks.device
     num_rows = np.diff(trees.row_start)[ours]
     num_pending = np.array([len(rows) for rows in pending], dtype=np.int32)
     start, packed_start = starts(num_rows), starts(num_rows + num_pending)
@@ -116,10 +137,8 @@ def recurrent_rows(
     def index(array: Any) -> torch.Tensor:
         return to(array, np.int64)
 
-    states = blocks.to(torch.int64)
     return RecurrentRows(
         own=as_rows(query, index),
-        blocks=blocks,
         row_start=to(start, np.int32),
         parents=to(parents, np.int32),
         pending=to(table, np.int32),
@@ -130,10 +149,10 @@ def recurrent_rows(
         verified=index(verified),
         read=(
             index(np.repeat(packed_start[:-1], num_pending) + offsets(num_pending)),
-            states[index(np.repeat(owner, num_pending))],
+            index(np.repeat(owner, num_pending)),
             index(np.concatenate([np.asarray(rows, dtype=np.int64) for rows in pending])),
         ),
-        kept=(index(nodes), states[index(np.repeat(owner, num_rows)[nodes])], index(offset[nodes])),
+        kept=(index(nodes), index(np.repeat(owner, num_rows)[nodes]), index(offset[nodes])),
         fresh=None,
         max_rows=int(num_rows.max()),
     )
@@ -144,15 +163,3 @@ def as_rows(rows: Any, index: Callable[[Any], torch.Tensor]) -> Rows:
     if len(rows) == rows[-1] - rows[0] + 1:
         return slice(int(rows[0]), int(rows[-1]) + 1)
     return index(rows)
-
-
-def starts(lengths: Any) -> Int32:
-    """Where each of so many begins, and the end."""
-    found = np.zeros(len(lengths) + 1, dtype=np.int32)
-    np.cumsum(lengths, out=found[1:])
-    return found
-
-
-def offsets(lengths: Any) -> Int32:
-    """``[0, 1, ..., n - 1]`` for each length n, one after the other."""
-    return np.arange(lengths.sum(), dtype=np.int32) - np.repeat(starts(lengths)[:-1], lengths)

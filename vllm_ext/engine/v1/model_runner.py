@@ -35,7 +35,7 @@ from vllm_ext.engine import step_extras, tree_layers
 from vllm_ext.engine.attention import tree_backend
 from vllm_ext.engine.kv_cache.encoded_rows import EncodedMetadata
 from vllm_ext.engine.models import cpu_linear
-from vllm_ext.engine.tree_layout import StepTrees
+from vllm_ext.engine.tree_layout import StepTrees, offsets, starts
 from vllm_ext.engine.v1 import calibration
 from vllm_ext.engine.v1.drafter import Drafter
 from vllm_ext.engine.v1.recurrent_step import RecurrentSteps
@@ -274,9 +274,7 @@ class SpeculativeRunner(UndrawnNoise):
         runner: Any = self
         start = runner.query_start_loc.np
         length = start[requests + 1] - start[requests]
-        new_start = np.zeros(len(requests) + 1, dtype=np.int32)
-        np.cumsum(length, out=new_start[1:])
-        rows = np.arange(new_start[-1]) + np.repeat(start[requests] - new_start[:-1], length)
+        new_start, rows = starts(length), np.repeat(start[requests], length) + offsets(length)
         index, row_index = _to(requests, self.device), _to(rows, self.device)
         part = replace(
             common,

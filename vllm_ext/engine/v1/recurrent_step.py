@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -49,17 +48,16 @@ class RecurrentSteps:
         ]
         if not len(ours):
             return
-        pending = [taken[i] for i in ours]
+        device = batch.block_table[self.groups[0][0]].get_device_tensor(1).device
+        step = recurrent_rows(trees, ours, [taken[i] for i in ours], device)
         others = np.setdiff1d(np.arange(len(trees.context)), ours)
+        index = torch.from_numpy(ours).to(device)
         for group_id, group in self.groups:
             table = batch.block_table[group_id]
-            blocks = table.get_device_tensor(len(trees.context))[:, 0].contiguous()
-            rows = recurrent_rows(trees, ours, pending, blocks[torch.from_numpy(ours).to(blocks.device)])
+            blocks = table.get_device_tensor(len(trees.context))
+            stock = stock_rows = None
             if len(others):
-                slots = table.slot_mapping.gpu
-                stock, stock_rows = stock_of(
-                    others, group, common, table.get_device_tensor(len(trees.context)), slots
-                )
-                rows = replace(rows, stock=stock, stock_rows=stock_rows)
+                stock, stock_rows = stock_of(others, group, common, blocks, table.slot_mapping.gpu)
+            rows = step.over(blocks[index, 0], stock, stock_rows)
             for name in group.layer_names:
                 metadata[name] = rows

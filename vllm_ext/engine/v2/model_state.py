@@ -19,7 +19,8 @@ from vllm.config.compilation import CUDAGraphMode
 from vllm_ext.engine import tree_layers
 from vllm_ext.engine.attention import tree_backend
 from vllm_ext.engine.recurrent.device_rows import DeviceSteps, to_device
-from vllm_ext.engine.recurrent.rows import as_rows, offsets, starts
+from vllm_ext.engine.recurrent.rows import as_rows
+from vllm_ext.engine.tree_layout import offsets, starts
 from vllm_ext.engine.v2.speculator import TreeSpeculator
 from vllm_ext.kernels.tree_attention import TreeRows
 

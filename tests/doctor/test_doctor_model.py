@@ -66,6 +66,13 @@ def test_it_says_what_the_engine_gave(tmp_path: Path, name: str) -> None:
         ),
         ("Llama", "LlamaForCausalLM", {"head_dim": 48}, "cannot", "not of 48"),
         ("Mamba", "MambaForCausalLM", {}, "refused", "MambaMixer has a recurrent state"),
+        (
+            "Mamba2",
+            "Mamba2ForCausalLM",
+            {"num_heads": 16, "head_dim": 8, "state_size": 16, "n_groups": 1},
+            "refused",
+            "(160, 16, 8) elements, where a CPU takes multiples of 16",
+        ),
         ("Bert", "BertModel", {}, "refused", "pooling"),
     ],
 )

@@ -317,10 +317,15 @@ def _group_problem(group: Any, layer: Any) -> str | None:
 
 def _check_recurrent(name: str, layer: Any) -> None:
     """Refuse a state that cannot be taken back: no draft would be right, not even a chain's."""
-    if not getattr(layer, "takes_trees", False):
+    problem = getattr(
+        layer,
+        "problem",
+        "has a recurrent state, and only those of Mamba-2 and of Qwen's gated delta nets can be drafted with",
+    )
+    if problem is not None:
         raise ValueError(
-            f"speculative methods do not work with layer {name}: its {type(layer).__name__} has a recurrent state, and "
-            "only those of Mamba-2 and of Qwen's gated delta nets can be drafted with. Remove --speculative-config."
+            f"speculative methods do not work with layer {name}: its {type(layer).__name__} {problem}. Remove "
+            "--speculative-config."
         )
 
 

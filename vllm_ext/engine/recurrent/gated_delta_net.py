@@ -24,9 +24,15 @@ class TreeGatedDeltaNet(TreeLayer, QwenGatedDeltaNetAttention):  # type: ignore[
     """vLLM's layer on a CPU; requests that decode go by our kernels."""
 
     @property
-    def takes_trees(self) -> bool:
-        """On a CPU: elsewhere vLLM has several ways through the layer, and ours is in none."""
-        return bool(current_platform.is_cpu())
+    def problem(self) -> str | None:
+        """On a CPU as of all; elsewhere vLLM has several ways through the layer, and ours is in none."""
+        return super().problem if current_platform.is_cpu() else "is a gated delta net, which only CPUs take"
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """See `TreeLayer`."""
+        channels = (2 * self.key_dim + self.value_dim) // self.tp_size
+        return channels, self.head_k_dim, self.head_v_dim
 
     @property
     def num_gates(self) -> int:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
+from vllm.platforms import current_platform
 
 from vllm_ext.config import speculative
 from vllm_ext.engine.recurrent.rows import RecurrentRows
@@ -33,9 +34,20 @@ class TreeLayer:
     gates: torch.Tensor  # [num_blocks, 1 + num_spec, ...] of the last step's rows, for those that are pending
 
     @property
-    def takes_trees(self) -> bool:
-        """Whether its decoding is ours."""
-        return True
+    def problem(self) -> str | None:
+        """Why its decoding is not ours, or None."""
+        if not current_platform.is_cpu():
+            return None
+        from vllm_ext.kernels.numba_vectors import LANES
+
+        if any(size % LANES for size in self.sizes):
+            return f"has channels, keys and values of {self.sizes} elements, where a CPU takes multiples of {LANES}"
+        return None
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """Channels of the convolution, elements of a key and of a value."""
+        raise NotImplementedError
 
     def get_kv_cache_spec(self, vllm_config: Any) -> Any:
         """vLLM's, without a state for each draft."""

@@ -20,6 +20,11 @@ class TreeMambaMixer2(TreeLayer, MambaMixer2):  # type: ignore[misc]  # vLLM is 
     """vLLM's layer; requests that decode go by our kernels."""
 
     @property
+    def sizes(self) -> tuple[int, int, int]:
+        """See `TreeLayer`."""
+        return self.tped_conv_size, self.ssm_state_size, self.head_dim
+
+    @property
     def num_gates(self) -> int:
         """The time steps of the heads."""
         return int(self.tped_dt_size)

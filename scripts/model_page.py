@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -83,10 +84,17 @@ def _reasons(known: dict[str, dict[str, dict[str, Any]]]) -> Iterator[str]:
     for name, lines in known.items():
         for method, line in lines.items():
             if line.get("reason"):
-                why.setdefault(line["reason"], {}).setdefault(name, []).append(method)
+                # As it is of any model: without its name, and without the way out.
+                said = line["reason"].replace(
+                    f"{line['architecture']}, the architecture of {name}", "this architecture"
+                )
+                why.setdefault(said.split(". ")[0].rstrip("."), {}).setdefault(name, []).append(method)
     if not why:
         return
-    yield "\n## Why not\n\nAs the log or the error at start-up says it:\n"
+    yield "\n## Why not\n\nAs the log or the error at start-up says it, less the way out:\n"
     for reason, models in why.items():
-        where = "; ".join(f"{name} ({', '.join(methods)})" for name, methods in models.items())
-        yield f"- {where}: {reason}"
+        methods = list(dict.fromkeys(method for of_model in models.values() for method in of_model))
+        item = f"- {', '.join(models)} with {', '.join(f'`{method}`' for method in methods)}: {reason}"
+        yield from textwrap.wrap(
+            item, 120, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
+        )

@@ -23,7 +23,7 @@ Got = Literal["trees", "chains", "refused"]
 METHOD = "token_recycling"
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 MANY_BYTES = 1 << 50  # of a cache that is planned and never made
-# What is asked of an engine on the command line, or of the weights: no config says it.
+# No config says these: an engine's other options, and the weights.
 NOT_TOLD = (
     "whether the weights are there and fit; LoRA, parallelism, a quantised KV cache, --attention-backend and "
     "VLLM_BATCH_INVARIANT, which may turn trees into chains; a draft model's own layers"

@@ -19,15 +19,19 @@ Made by `python scripts/model_zoo.py --table` from [the record](benchmarks/model
 architecture (`tests/zoo.py`): few layers, 24 tokens that are ever likely, so that drafts are accepted. Five requests,
 greedy and seeded, of 12 to 350 tokens and so shorter and longer than windows and chunks, are asked together, and again
 with their prefixes in the cache, with so few blocks that some are preempted. On a CPU, in float32 where vLLM takes
-that; neither real weights nor a GPU are tested here. `vllm-ext doctor --model MODEL` says of any model what it would
-get, [by its config](troubleshooting.md#what-a-model-would-get).
+that; a GPU is not tested here, and of real weights only [Gemma 3 270M](benchmarks/README.md#gemma-3) elsewhere.
+`vllm-ext doctor --model MODEL` says of any model what it would get,
+[by its config](troubleshooting.md#what-a-model-would-get).
 
 `plain, alone`: how many of plain vLLM's answers stay the same when each request is asked alone. Where some do not,
-nobody can say what a method should have answered, and its answers are not judged. In bfloat16 (Qwen3-Next) answers
-part from plain's at near ties; `tests/engine/test_zoo.py` bounds by how much less likely plain has the other
-token. Below a method: how many answers are plain's token for token, and how many of its drafts were accepted. Models
-that draft are the first three layers, and seldom right.
+nobody can say what a method should have answered, and its answers are not judged. In bfloat16 (Qwen3-Next, int4)
+answers may part from plain's at near ties; `tests/engine/test_zoo.py` bounds by how much less likely plain has the
+other token. Below a method: how many answers are plain's token for token, and how many of its drafts were accepted.
+Models that draft are the first three layers, and seldom right.
 """
+LATENT = """
+Latent attention (MLA) keeps a compressed row of each token, which vLLM's kernels for it multiply out as they read. They
+take no mask of a tree, and ours do not read such rows; chains need neither."""
 
 
 def lines_of(record: Path) -> dict[str, dict[str, dict[str, Any]]]:
@@ -72,6 +76,8 @@ def page(record: Path) -> Iterator[str]:
         cells = " | ".join(cell(lines.get(method)) for method in methods)
         yield f"| {name}, `{any_line['architecture']}` | {any_line['about']} | {got_by(lines)} | {alone} | {cells} |"
     yield from _reasons(known)
+    if any("MLA" in (line.get("reason") or "") for lines in known.values() for line in lines.values()):
+        yield LATENT
     newest = max((line for lines in known.values() for line in lines.values()), key=lambda line: line["date"])
     runs = sorted({(line["vllm"], line["cpu"]) for lines in known.values() for line in lines.values()})
     where = "; ".join(f"vLLM {version}, {cpu}" for version, cpu in runs)

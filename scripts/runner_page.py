@@ -40,7 +40,7 @@ been tested since [the run of 2026-11-26](tuning.md#on-a-gpu): `scripts/gpu` doe
 OPTIONS = (
     ("structured output", "test_structured", "test_v2_structured"),
     ("LoRA", "test_lora", "test_v2_lora"),
-    ("models with M-RoPE, behind images", "test_mrope", "test_v2_mrope"),
+    ("models with M-RoPE, behind images", "test_zoo", "test_v2_mrope"),
     ("`state_dir`", "test_state_engine", "test_v2_state"),
     ("`export_dir`", "test_draft_reading", "no: drafts on the device do not see answers"),
     ("`budget`: `goodput`", "test_stress", "test_v2_scheduling"),

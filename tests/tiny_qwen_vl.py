@@ -20,6 +20,13 @@ from PIL import Image
 
 NAMES = ("qwen2_5_vl", "qwen3_vl")
 VIDEO_PROCESSORS = {"qwen2_5_vl": "Qwen2VLVideoProcessor", "qwen3_vl": "Qwen3VLVideoProcessor"}
+# What each has of interest, for docs/models.md.
+ABOUT = {
+    "qwen2_5_vl": "M-RoPE in sections, requests with images",
+    "qwen3_vl": "M-RoPE interleaved, what is seen goes into two depths, requests with images",
+}
+# Of engines; and so few blocks that some of the requests of `prompts` are preempted.
+OPTIONS: dict[str, Any] = {"limit_mm_per_prompt": {"image": 2, "video": 0}, "num_gpu_blocks_override": 20}
 PATCH_SIZE, MERGED = 4, 2
 # For the processes that vLLM starts; those of tests have it by pyproject.toml.
 ENVIRONMENT = {
@@ -127,3 +134,14 @@ def prompt(tokenizer: Any, length: int, images: dict[int, Any], seed: int) -> di
         tokens += [word, start, pad, end] if place in images else [word]
     given: dict[str, Any] = {"prompt_token_ids": tokens}
     return {**given, "multi_modal_data": {"image": list(images.values())}} if images else given
+
+
+def prompts(tokenizer: Any) -> list[dict[str, Any]]:
+    """With one image, with two and with none, of several sizes."""
+    return [
+        prompt(tokenizer, 10, {3: image(1, 48, 48)}, 1),
+        prompt(tokenizer, 60, {0: image(2, 16, 24), 40: image(3, 64, 32)}, 2),
+        prompt(tokenizer, 100, {}, 3),
+        prompt(tokenizer, 200, {150: image(1, 48, 48)}, 4),
+        prompt(tokenizer, 12, {5: image(4, 30, 70), 11: image(5, 90, 50)}, 5),
+    ]

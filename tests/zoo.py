@@ -148,9 +148,13 @@ MODELS: dict[str, Callable[..., Any]] = {
         linear_key_head_dim=64,
         linear_value_head_dim=64,
     ),
+    "llama_int8": _of("Llama"),
+    "llama_int4": _of("Llama"),
     "deepseek_v2": _of("DeepseekV2", **LATENT),
     "deepseek_v3": _of("DeepseekV3", **LATENT, topk_method="noaux_tc", scoring_func="sigmoid"),
 }
+# Weights that are quantised by compressed-tensors, which vLLM reads them with: its scheme, and how many share a scale.
+QUANTISED: dict[str, tuple[str, int | None]] = {"llama_int8": ("W8A8", None), "llama_int4": ("W4A16", 32)}
 # What each has of interest, for docs/models.md.
 ABOUT = {
     "llama": "grouped heads; SmolLM and many others",
@@ -173,6 +177,8 @@ ABOUT = {
     "falcon_h1": "Mamba-2 beside attention in each layer, multipliers",
     "nemotron_h": "layers of Mamba-2, of attention and of an MLP",
     "qwen3_next": "gated delta nets in three of four layers, experts; in bfloat16, as on CPUs no other is there",
+    "llama_int8": "weights of int8 (W8A8), activations quantised token by token",
+    "llama_int4": "weights of int4 (W4A16), 32 with a scale; in bfloat16, as on CPUs float32 is not there",
     "deepseek_v2": "latent attention (MLA), experts, one of them shared",
     "deepseek_v3": "latent attention (MLA), experts by sigmoid and groups, one of them shared",
 }
@@ -180,20 +186,21 @@ ABOUT = {
 # CPUs plain vLLM's answers then depend on a request's place in the batch.
 NATIVE_ROTARY = {
     "compilation_config": {"custom_ops": ["all", "-rotary_embedding"]},
-    "num_gpu_blocks_override": 70,
+    "num_gpu_blocks_override": 46,
 }
 RECURRENT = {"enable_prefix_caching": False}  # plain vLLM fails with it on CPUs
-BFLOAT16 = ("qwen3_next",)  # vLLM's kernels for CPUs have no other
+BFLOAT16 = ("qwen3_next", "llama_int4")  # vLLM's kernels for CPUs have no other
 # Of the engine, for models that need others than all do.
 OPTIONS: dict[str, dict[str, Any]] = {
-    "gemma3": {"num_gpu_blocks_override": 70},  # three groups of windowed layers have blocks of their own
-    "cohere2": {"num_gpu_blocks_override": 70},
-    "llama4": {"num_gpu_blocks_override": 70},
+    "gemma3": {"num_gpu_blocks_override": 46},  # three groups of windowed layers have blocks of their own
+    "cohere2": {"num_gpu_blocks_override": 46},
+    "llama4": {"num_gpu_blocks_override": 46},
     "mamba2": RECURRENT,
     "granite4": {**RECURRENT, "num_gpu_blocks_override": 19},
     "falcon_h1": RECURRENT,
     "nemotron_h": RECURRENT,
-    **{name: {**RECURRENT, "dtype": "bfloat16"} for name in BFLOAT16},
+    "qwen3_next": {**RECURRENT, "dtype": "bfloat16"},
+    "llama_int4": {"dtype": "bfloat16"},
     "deepseek_v2": NATIVE_ROTARY,
     "deepseek_v3": NATIVE_ROTARY,
 }
@@ -209,15 +216,46 @@ def write(name: str, tokenizer: Path, folder: Path, **changed: Any) -> str:
                 value.normal_()
         head = model.lm_head.weight
         head[LIKELY:] = 0
-    model.save_pretrained(folder)
+    if name in QUANTISED:
+        compressor = _compress(model, *QUANTISED[name])
+        model.save_pretrained(folder)
+        compressor.update_config(str(folder))
+    else:
+        model.save_pretrained(folder)
     for file in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(tokenizer / file, folder / file)
     return str(folder)
+
+
+def _compress(model: Any, scheme: str, group: int | None) -> Any:
+    """Quantise all linear layers but the head; what then writes the config."""
+    from compressed_tensors.compressors import ModelCompressor
+    from compressed_tensors.quantization import (
+        QuantizationConfig,
+        apply_quantization_config,
+        preset_name_to_scheme,
+    )
+    from compressed_tensors.quantization.utils import calculate_qparams
+
+    how = preset_name_to_scheme(scheme, ["Linear"])
+    how.weights.group_size = group
+    apply_quantization_config(model, QuantizationConfig(config_groups={"all": how}, ignore=["lm_head"]))
+    for layer in model.modules():
+        if hasattr(layer, "quantization_scheme"):
+            groups = layer.weight.data.unflatten(1, (-1, group or layer.weight.shape[1]))
+            scale, _ = calculate_qparams(groups.amin(-1), groups.amax(-1), how.weights)
+            layer.weight_scale.data.copy_(scale)
+    compressor = ModelCompressor.from_pretrained_model(model)
+    compressor.compress_model(model)
+    return compressor
 
 
 def write_config(name: str, folder: Path) -> str:
     """A model's config alone in ``folder``."""
     model = MODELS[name]()
     model.config.architectures = [type(model).__name__]
+    compressor = _compress(model, *QUANTISED[name]) if name in QUANTISED else None
     model.config.save_pretrained(folder)
+    if compressor is not None:
+        compressor.update_config(str(folder))
     return str(folder)

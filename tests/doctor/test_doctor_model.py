@@ -50,7 +50,7 @@ def test_it_says_what_the_engine_gave(tmp_path: Path, name: str) -> None:
     line = recorded()[name]
     assert (found.got, found.architecture) == (line["got"], line["architecture"]), found.reason
     assert (found.reason is None) == (found.got == "trees")
-    assert found.early_exits == (name in ("llama", "mistral", "qwen2", "qwen3"))
+    assert found.early_exits == (name in ("llama", "llama_int8", "llama_int4", "mistral", "qwen2", "qwen3"))
     assert [path.name for path in tmp_path.iterdir() if path.suffix == ".safetensors"] == []
 
 

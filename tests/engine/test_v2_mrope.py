@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trees of models with M-RoPE on the V2 runner, behind images: as in `test_mrope`."""
+"""Trees of models with M-RoPE on the V2 runner, behind images: as the zoo does it on V1."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from vllm_ext.bench.stats import first_difference
 from vllm_ext.doctor import model as doctor
 
 pytestmark = pytest.mark.engine
-QUICK = {"gpt_oss": "hybrid", "granite4": "token_recycling"}
+QUICK = {"gpt_oss": "hybrid", "granite4": "token_recycling", "qwen3_vl": "hybrid"}
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +42,7 @@ def plain(models: Zoo) -> Any:
     ("name", "method"),
     [
         pytest.param(name, method, marks=[pytest.mark.slow] * (QUICK.get(name) != method))
-        for name in zoo.MODELS
+        for name in zoo_comparison.NAMES
         for method in METHODS
     ],
 )
@@ -55,6 +55,7 @@ def test_a_model_of_the_zoo(models: Zoo, plain: Any, name: str, method: str) -> 
         return
     assert told.reason == outcome.reason
     assert outcome.accepted_enough, outcome.totals
+    assert outcome.preemptions
     # Else nobody knows what is right, or it is judged below.
     if expected.together == expected.alone and name not in zoo.BFLOAT16:
         for answers in outcome.rounds:

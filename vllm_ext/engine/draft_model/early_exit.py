@@ -242,8 +242,7 @@ class EarlyExit(SelfDraft):
 
     def draft_pass(self, rows: int) -> None:
         """The layers below the exit over so many rows, without attention or head."""
-        zeros = np.zeros(rows, np.int32)
-        self._forward(zeros, zeros, None, None)
+        self._forward(self._random_tokens(rows), np.zeros(rows, np.int32), None, None)
         self._streams.clear()
         self._normed.clear()
 
@@ -251,7 +250,7 @@ class EarlyExit(SelfDraft):
         """The layers behind the exit over so many rows, without attention or head: ``[num_rows, hidden_size]``."""
         model = self._target_config.model_config
         shape = rows, model.get_hidden_size()
-        hidden: Any = torch.zeros(shape, dtype=model.dtype, device=self._runner.device)
+        hidden: Any = torch.randn(shape, dtype=model.dtype, device=self._runner.device)
         positions = self._to(np.zeros(rows, np.int64))
         with self._context(rows, None, None):
             for piece in self._pieces[self.choice + 1 :]:

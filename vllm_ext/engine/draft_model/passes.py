@@ -209,8 +209,11 @@ class DraftPasses(ABC):
 
     def calibration_pass(self, rows: int) -> None:
         """A pass of so many rows, without attention, as vLLM's own dummy runs."""
-        zeros = np.zeros(rows, np.int32)
-        self._distributions(self._forward(zeros, zeros, None, None))
+        self._distributions(self._forward(self._random_tokens(rows), np.zeros(rows, np.int32), None, None))
+
+    def _random_tokens(self, rows: int) -> Int32:
+        """Of the vocabulary, so that rows go to the experts that they would."""
+        return np.random.default_rng(0).integers(self._vocab_size, size=rows, dtype=np.int32)
 
     def _kv_slots(self, slots: Any, index: Int32) -> torch.Tensor:
         """int64 ``[num_rows]``: where the KV of a request's token or node number ``index`` lies."""

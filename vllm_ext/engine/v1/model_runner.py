@@ -101,7 +101,8 @@ class SpeculativeRunner(UndrawnNoise):
     def calibrate(self) -> None:
         """Time forward passes of several sizes, so that the budget need not find out at users' expense.
 
-        Without attention, whose share is small at short contexts and learnt from real steps.
+        Without attention, whose share is small at short contexts and learnt from real steps. Tokens are random: rows
+        that are all alike go to the same few experts, and a row more would look as if it cost nothing.
         """
         runner: Any = self
         if cpu_linear.wanted(runner.vllm_config):
@@ -110,14 +111,16 @@ class SpeculativeRunner(UndrawnNoise):
             logger.warning("vllm-ext: %s; %s.", cpu.EMULATED, cpu.WAY_OUT)
 
         def target_pass(size: int) -> None:
-            hidden_states, _ = runner._dummy_run(size)
+            hidden_states, _ = runner._dummy_run(size, randomize_inputs=True)
             runner.model.compute_logits(hidden_states[:size])
 
         drafter = self.drafter
-        if drafter.budget is not None:
-            self._calibrate(drafter.budget.cost, target_pass, "forward pass", None)
-        if drafter.model_drafts is not None:
-            drafter.model_drafts.calibrate(self._calibrate, target_pass)
+        # Requests without a seed draw from the same generators: as if this had not been.
+        with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
+            if drafter.budget is not None:
+                self._calibrate(drafter.budget.cost, target_pass, "forward pass", None)
+            if drafter.model_drafts is not None:
+                drafter.model_drafts.calibrate(self._calibrate, target_pass)
 
     def _calibrate(
         self, cost: StepCost, run: Callable[[int], None], what: str, patience: float | None

@@ -149,6 +149,7 @@ class Proposer(ABC):
 
     # Where it drafts with vLLM's V2 model runner: on the device or on the host. None: it runs on V1 alone.
     on_v2: ClassVar[Literal["device", "host"] | None] = "host"
+    why_v1: ClassVar[str] = ""  # of those: what "it" does
     # How many of each verified row's best tokens `observe` wants; 0 spares the top-k.
     verified_top_k: int = 0
 

@@ -70,10 +70,13 @@ class DraftBudget:
             has caches of its own.
         reuses: whether the draft is a part of the target: then it computes the leaves too, in a pass more, and a step
             with drafts costs only the rest of the target.
+        one_pass: whether the first pass tells all depths, as heads do.
     """
 
-    def __init__(self, ceiling: int, first_rows: int = 2, reuses: bool = False) -> None:
-        self.ceiling, self.first_rows = ceiling, first_rows
+    def __init__(
+        self, ceiling: int, first_rows: int = 2, reuses: bool = False, one_pass: bool = False
+    ) -> None:
+        self.ceiling, self.first_rows, self.one_pass = ceiling, first_rows, one_pass
         self.rest_cost = StepCost() if reuses else None
         self.cost = StepCost()  # of the target
         self.pass_cost = StepCost()  # of one forward pass of the draft
@@ -176,9 +179,12 @@ class DraftBudget:
         """By nodes of each tree, of all passes and the host together; and of one pass after the first."""
         depth, inner = self._shape(nodes)
         # One node is never followed by another.
-        passes = np.where(nodes > 1, np.maximum(depth - 1.0, 0.0) + self._vain, 0.0)
+        more = nodes > (self.ceiling if self.one_pass else 1)
+        passes = np.where(more, np.maximum(depth - 1.0, 0.0) + self._vain, 0.0)
         rows = np.maximum(np.rint(batch_size * inner / np.maximum(passes, 1.0)), 1).astype(np.int64)
         each = self.pass_cost.seconds(rows, batch_size, context_tokens)
+        if self.one_pass:
+            each = np.zeros_like(each)  # so that no tree is finished early
         first = self.pass_cost.seconds(np.array([self.first_rows * batch_size]), batch_size, context_tokens)
         seconds = float(first[0]) + passes * each + batch_size * self._host
         if self.rest_cost is not None:

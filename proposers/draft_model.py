@@ -105,6 +105,7 @@ class DraftModelProposer(Proposer):
     whole: ClassVar[bool] = False
     draft: DraftModel  # set by the adapter, before any request
     least_reach = 0.0  # set by the adapter: see `sampled.grow`
+    deepest = 32  # set by the adapter: nodes of which the draft knows something
 
     def __init__(self, options: Any) -> None:
         self.options = options
@@ -177,7 +178,7 @@ class DraftModelProposer(Proposer):
 
     def _builder(self, request: Request) -> TreeBuilder:
         num_nodes = min(request.budget_tokens, self.options.num_speculative_tokens)
-        max_depth = min(request.max_depth, self.options.max_depth)
+        max_depth = min(request.max_depth, self.options.max_depth, self.deepest)
         build = self.drawn if is_drawn(request) else self.chosen
         return build(num_nodes, max_depth)
 

@@ -60,6 +60,7 @@ class DynamicExit(SelfDraftProposer):
 
     summary: ClassVar[str] = "layerskip with exit layer and length chosen each step"
     paper: ClassVar[str] = "arXiv 2504.05598"
+    why_v1: ClassVar[str] = "chooses its exits on the host, by what it has seen"
     Options: ClassVar[type[MethodOptions]] = DynamicExitOptions
     tested_with: ClassVar[Mapping[str, Any]] = {"num_speculative_tokens": 3}
 

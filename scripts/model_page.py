@@ -75,6 +75,13 @@ def page(record: Path) -> Iterator[str]:
         alone = "" if plain is None else f"{plain['identical']} of {plain['requests']}"
         cells = " | ".join(cell(lines.get(method)) for method in methods)
         yield f"| {name}, `{any_line['architecture']}` | {any_line['about']} | {got_by(lines)} | {alone} | {cells} |"
+    calm = [
+        name
+        for name, lines in known.items()
+        if all(line.get("preempted", 0) == 0 for method, line in lines.items() if method in DECIDING)
+    ]
+    if calm:
+        yield f"\nNo request was preempted of {', '.join(calm)}: windows give blocks back, states take few."
     yield from _reasons(known)
     if any("MLA" in (line.get("reason") or "") for lines in known.values() for line in lines.values()):
         yield LATENT

@@ -82,11 +82,7 @@ def page() -> Iterator[str]:
     yield "| --- | --- | --- | --- |"
     for name in METHODS:
         place = load_method(name).on_v2
-        on_v2 = (
-            cell(known.get((name, V2)))
-            if place
-            else "no: it chooses its exits on the host, by what it has seen"
-        )
+        on_v2 = cell(known.get((name, V2))) if place else f"no: it {load_method(name).why_v1}"
         where = {
             "device": "on the device, no step waits",
             "host": "on the host, a step waits once",

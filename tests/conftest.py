@@ -121,10 +121,10 @@ def enough(tested_method: dict[str, Any]) -> int:
 @pytest.fixture(scope="session")
 def drafts_by_model(tested_method: dict[str, Any]) -> bool:
     """Whether a model drafts: beside it structured requests have chains, which the engine core masks."""
-    from vllm_ext.proposers.draft_model import PassOptions
+    from vllm_ext.proposers.draft_model import DraftModelProposer
     from vllm_ext.proposers.registry import load_method
 
-    return issubclass(load_method(tested_method["method"]).Options, PassOptions)
+    return issubclass(load_method(tested_method["method"]), DraftModelProposer)
 
 
 @pytest.fixture(scope="session")

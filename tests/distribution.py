@@ -68,3 +68,16 @@ def p_value(left: Counter[tuple[int, int]], right: Counter[tuple[int, int]]) -> 
             found = chi2_contingency(table, correction=False)
             statistic, freedom = statistic + found.statistic, freedom + found.dof
     return float(chi2.sf(statistic, freedom))
+
+
+def distort(worker: Any) -> None:
+    """Sent to the worker, a mutation: accept whatever was drawn."""
+    from vllm_ext.kernels.chance import RandomChance
+
+    sampler = worker.model_runner.rejection_sampler._multi_draft_sampler
+
+    class Credulous(RandomChance):
+        def accepts(self, numerator: float, denominator: float) -> bool:
+            return True
+
+    sampler._chance = Credulous(sampler._chance._generator)

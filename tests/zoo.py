@@ -186,15 +186,17 @@ ABOUT = {
 # CPUs plain vLLM's answers then depend on a request's place in the batch.
 NATIVE_ROTARY = {
     "compilation_config": {"custom_ops": ["all", "-rotary_embedding"]},
-    "num_gpu_blocks_override": 46,
+    "num_gpu_blocks_override": 70,
 }
 RECURRENT = {"enable_prefix_caching": False}  # plain vLLM fails with it on CPUs
 BFLOAT16 = ("qwen3_next", "llama_int4")  # vLLM's kernels for CPUs have no other
 # Of the engine, for models that need others than all do.
 OPTIONS: dict[str, dict[str, Any]] = {
-    "gemma3": {"num_gpu_blocks_override": 46},  # three groups of windowed layers have blocks of their own
-    "cohere2": {"num_gpu_blocks_override": 46},
-    "llama4": {"num_gpu_blocks_override": 46},
+    "gemma2": {"num_gpu_blocks_override": 34},  # windowed layers have blocks of their own, in groups
+    "gpt_oss": {"num_gpu_blocks_override": 34},
+    "gemma3": {"num_gpu_blocks_override": 70},
+    "cohere2": {"num_gpu_blocks_override": 70},
+    "llama4": {"num_gpu_blocks_override": 70},
     "mamba2": RECURRENT,
     "granite4": {**RECURRENT, "num_gpu_blocks_override": 19},
     "falcon_h1": RECURRENT,
@@ -204,6 +206,12 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "deepseek_v2": NATIVE_ROTARY,
     "deepseek_v3": NATIVE_ROTARY,
 }
+
+# Where no request is preempted: windows give blocks back, states take few, or other layers need more at start-up.
+ROOMY = (
+    *("cohere2", "deepseek_v2", "deepseek_v3", "falcon_h1", "gemma3", "llama4"),
+    *("mamba2", "mistral", "nemotron_h", "qwen3_next"),
+)
 
 
 def write(name: str, tokenizer: Path, folder: Path, **changed: Any) -> str:

@@ -33,7 +33,7 @@ BY_MODELS: dict[str, dict[str, Any]] = {
 }
 NODES = 12
 ENGINE: dict[str, Any] = {
-    "max_model_len": 512,
+    "max_model_len": 448,
     "max_num_seqs": 4,
     "max_num_batched_tokens": 1024,
     "block_size": 32,

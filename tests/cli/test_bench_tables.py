@@ -13,7 +13,7 @@ from rich.console import Console
 
 from vllm_ext.bench import side_by_side
 from vllm_ext.cli import bench
-from vllm_ext.cli.bench_tables import progress, show
+from vllm_ext.cli.output.bench_tables import progress, show
 from vllm_ext.report.doubts import doubts
 from vllm_ext.report.saved_runs import Run
 

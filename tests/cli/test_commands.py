@@ -19,8 +19,8 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from vllm_ext.cli import doctor
-from vllm_ext.cli.console import _clock, progress_on
 from vllm_ext.cli.main import app
+from vllm_ext.cli.output.console import _clock, progress_on
 from vllm_ext.codecs.registry import CODECS
 from vllm_ext.doctor import environment
 from vllm_ext.doctor.check import Check
@@ -156,7 +156,7 @@ def test_exit_codes_are_alike(
 
 def test_without_a_terminal_progress_is_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
-    monkeypatch.setattr("vllm_ext.cli.console.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("vllm_ext.cli.output.console.time.monotonic", lambda: now[0])
     seen = io.StringIO()
     with progress_on(Console(file=seen, width=80)) as report:
         for done in range(101):

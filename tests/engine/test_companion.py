@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from conftest import engine
-from distribution import BLOCK_SIZE, SAMPLES, expected, least_p_value, p_value, sample
+from distribution import BLOCK_SIZE, SAMPLES, distort, expected, least_p_value, p_value, sample
 from helpers import assert_same_outputs, generate, long_and_short_prompts, preemptions
 from vllm import SamplingParams
 
@@ -196,16 +196,3 @@ def check_kept(outputs: list[Any], kept: list[answers.Answer]) -> None:
         for ids, logp, place in zip(answer.top_ids, answer.top_logp, completion.logprobs, strict=True):
             assert set(ids.tolist()) <= set(place)
             assert logp.tolist() == pytest.approx([place[i].logprob for i in ids.tolist()], abs=1e-4)
-
-
-def distort(worker: Any) -> None:
-    """Accept whatever was drawn."""
-    from vllm_ext.kernels.chance import RandomChance
-
-    sampler = worker.model_runner.rejection_sampler._multi_draft_sampler
-
-    class Credulous(RandomChance):
-        def accepts(self, numerator: float, denominator: float) -> bool:
-            return True
-
-    sampler._chance = Credulous(sampler._chance._generator)

@@ -55,7 +55,7 @@ def test_a_model_of_the_zoo(models: Zoo, plain: Any, name: str, method: str) -> 
         return
     assert told.reason == outcome.reason
     assert outcome.accepted_enough, outcome.totals
-    assert outcome.preemptions
+    assert outcome.preemptions or name in zoo.ROOMY
     # Else nobody knows what is right, or it is judged below.
     if expected.together == expected.alone and name not in zoo.BFLOAT16:
         for answers in outcome.rounds:

@@ -22,7 +22,7 @@ pytest.importorskip("transformers")
 
 from typer.testing import CliRunner
 
-from vllm_ext.cli import train as train_cli
+from vllm_ext.cli.train import draft, train_app
 from vllm_ext.data import answers as draft_data
 from vllm_ext.data.answers import Answer
 from vllm_ext.training import draft_model, sources
@@ -196,7 +196,7 @@ def test_a_draft_begins_as_one_thing(target: Path, tmp_path: Path) -> None:
         (["--layers", "0", "--start", str(target)], "a model begins as one of them"),
         (["--layers", "0;1"], "must be numbers of layers with commas"),
     ):
-        result = CliRunner().invoke(train_cli.train_app, arguments + given)
+        result = CliRunner().invoke(train_app, arguments + given)
         assert result.exit_code != 0
         assert message in " ".join(result.output.split())
 
@@ -220,7 +220,7 @@ def test_layers_that_there_are_not_are_refused_at_once(
 ) -> None:
     monkeypatch.setattr(draft_data, "generate", lambda *_: pytest.fail("the target answers"))
     common = ["--model", str(target), "--output", str(tmp_path / "out"), "--own-prompts", "4"]
-    result = CliRunner().invoke(train_cli.train_app, arguments + common)
+    result = CliRunner().invoke(train_app, arguments + common)
     assert result.exit_code == 2, result.output
     assert re.search(message, " ".join(result.output.split()))
     assert list(tmp_path.iterdir()) == []
@@ -231,7 +231,7 @@ def estimated(greedy: float, chain: float) -> Estimate:
 
 
 def test_a_draft_that_nothing_is_accepted_of_is_not_to_be_served() -> None:
-    said = train_cli._not_to_be_served
+    said = draft._not_to_be_served
     assert said(estimated(0.3, 1.5), estimated(0.4, 1.6)) is None
     short = said(estimated(0.02, 1.02), estimated(0.03, 1.03))
     assert short is not None

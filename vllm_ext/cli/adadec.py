@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from vllm_ext.cli.console import errors_of, progress_on, say
+from vllm_ext.cli.output.console import errors_of, progress_on, say
 
 if TYPE_CHECKING:
     from vllm_ext.samplers.adadec_threshold import Told

@@ -23,8 +23,8 @@ from vllm_ext.bench.engine import EngineError
 from vllm_ext.bench.settings import Settings, parse_batch_sizes, parse_methods
 from vllm_ext.bench.side_by_side import run
 from vllm_ext.cli.bench_serving import check_options, serving_settings, show
-from vllm_ext.cli.bench_tables import progress, say_where
-from vllm_ext.cli.bench_tables import show as show_engines
+from vllm_ext.cli.output.bench_tables import progress, say_where
+from vllm_ext.cli.output.bench_tables import show as show_engines
 
 if TYPE_CHECKING:
     from vllm_ext.bench.serving import ServingSettings

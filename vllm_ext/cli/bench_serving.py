@@ -13,7 +13,7 @@ from vllm_ext.bench.serving import ServingReport, ServingSettings, parse_limits,
 from vllm_ext.bench.serving_stats import latency, same
 from vllm_ext.bench.settings import Settings, short_labels
 from vllm_ext.bench.stats import number
-from vllm_ext.cli.bench_tables import print_names, print_table
+from vllm_ext.cli.output.bench_tables import print_names, print_table
 
 # Options of a bench over HTTP, and those that only a bench without it has, or only servers of our own.
 HTTP_OPTIONS = ("concurrency", "request_rate", "url")

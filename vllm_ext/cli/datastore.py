@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from vllm_ext.cli.console import NOT_IN_ORDER, errors_of, progress_on, say
+from vllm_ext.cli.output.console import NOT_IN_ORDER, errors_of, progress_on, say
 
 if TYPE_CHECKING:
     from vllm_ext.proposers.datastore import Header

@@ -17,7 +17,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from vllm_ext.cli.console import errors_of
+from vllm_ext.cli.output.console import errors_of
 
 if TYPE_CHECKING:
     from vllm_ext.demo.servers import Answer, Server
@@ -163,7 +163,7 @@ def _answer(console: Console, columns: list[_Column], questions: list[str], max_
 
 def _summary(console: Console, columns: list[_Column]) -> int:
     """Print the table; returns how many answers are identical."""
-    from vllm_ext.cli.bench_tables import print_table
+    from vllm_ext.cli.output.bench_tables import print_table
 
     plain = columns[0]
     identical = sum(

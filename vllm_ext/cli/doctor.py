@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from vllm_ext.cli.console import errors_of, say, wrapped
+from vllm_ext.cli.output.console import errors_of, say, wrapped
 from vllm_ext.compat.vllm_log import hide_vllm_log
 
 if TYPE_CHECKING:

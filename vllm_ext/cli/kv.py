@@ -10,8 +10,8 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from vllm_ext.cli.console import errors_of, say, wrapped
 from vllm_ext.cli.listings import kv_methods
+from vllm_ext.cli.output.console import errors_of, say, wrapped
 
 kv_app = typer.Typer(help="KV caches that hold more tokens in the same memory.", no_args_is_help=True)
 
@@ -176,7 +176,7 @@ def show(console: Console, document: Any) -> None:
         document: parsed JSON of ``vllm-ext kv report --json``.
     """
     from vllm_ext.bench.settings import short_labels
-    from vllm_ext.cli.bench_tables import print_names, print_table
+    from vllm_ext.cli.output.bench_tables import print_names, print_table
 
     plain = document["plain"]
 

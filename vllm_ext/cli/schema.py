@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from vllm_ext.cli.console import NOT_IN_ORDER, errors_of, say
+from vllm_ext.cli.output.console import NOT_IN_ORDER, errors_of, say
 
 
 def schema_command(

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from vllm_ext.cli.console import errors_of, progress_on, say
+from vllm_ext.cli.output.console import errors_of, progress_on, say
 
 caad_app = typer.Typer(help="Make what rule caad goes by.", no_args_is_help=True)
 svdecode_app = typer.Typer(help="Make what rule svdecode goes by.", no_args_is_help=True)

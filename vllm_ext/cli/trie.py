@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from vllm_ext.cli.console import NOT_IN_ORDER, errors_of, progress_on, say
+from vllm_ext.cli.output.console import NOT_IN_ORDER, errors_of, progress_on, say
 
 if TYPE_CHECKING:
     from vllm_ext.kernels.trie import Trie

@@ -76,7 +76,7 @@ def choose(args: Any, settings: Settings, ruled: RuleSettings | None, *, encoded
     reasons = (
         (
             settings.proposer_class.on_v2 is None,
-            f"method {settings.method!r} chooses its exits on the host, by what it has seen",
+            f"method {settings.method!r} {settings.proposer_class.why_v1}",
         ),
         *_of_passes(settings.options),
         (bool(need_v1), f"sampling rules {need_v1} go with it"),

@@ -15,13 +15,14 @@ from vllm.logger import init_logger
 from vllm_ext import __version__, patches
 from vllm_ext.config import processors, refusals, runners, schedulers, speculative
 from vllm_ext.config.speculative import Settings
-from vllm_ext.engine.models import layer_slices, second_model
+from vllm_ext.engine.models import layer_slices, medusa_heads, second_model
 from vllm_ext.engine.processors import v1_interface
 from vllm_ext.engine.state import state_file
 from vllm_ext.features import class_paths
 from vllm_ext.features.base import Asked, Feature, vocabulary
 from vllm_ext.proposers import level_budget
-from vllm_ext.proposers.draft_model import DraftModelOptions, PassOptions
+from vllm_ext.proposers.draft_model import DraftModelOptions, DraftModelProposer, PassOptions
+from vllm_ext.proposers.medusa import MedusaOptions
 from vllm_ext.proposers.self_draft import SelfDraftOptions
 
 logger = init_logger("vllm.vllm_ext")
@@ -87,7 +88,8 @@ class Speculation(Feature):
         slots = ("DraftSlots",) if isinstance(asked.method.options, PassOptions) else ()
         if asked.on_v2:
             return (*slots, "StructuredDrafts", *(("Budget",) if _has_levels(vllm_config) else ()))
-        return "DraftCounts", *(slots or ("StructuredDrafts",))
+        asks_model = issubclass(asked.method.proposer_class, DraftModelProposer)
+        return "DraftCounts", *(slots or (() if asks_model else ("StructuredDrafts",)))
 
     def settings(self, asked: Asked) -> dict[str, Any]:
         return {} if asked.method is None else {speculative.SPECULATION: asked.method.to_additional_config()}
@@ -100,6 +102,8 @@ class Speculation(Feature):
         settings.proposer_class.check(settings.options, *vocabulary(vllm_config))
         if isinstance(settings.options, DraftModelOptions):
             second_model.check(vllm_config, settings.options)
+        if isinstance(settings.options, MedusaOptions):
+            medusa_heads.check(vllm_config, settings.options.model)
         if isinstance(settings.options, SelfDraftOptions):
             layer_slices.check(vllm_config, settings)
         patches.read_requests()

@@ -11,7 +11,8 @@ import torch
 from vllm.distributed.parallel_state import get_tp_group
 
 from vllm_ext.engine.draft_model.early_exit import EarlyExit
-from vllm_ext.engine.draft_model.passes import DraftPasses
+from vllm_ext.engine.draft_model.heads import HeadPasses
+from vllm_ext.engine.draft_model.passes import ModelPasses
 from vllm_ext.engine.draft_model.self_speculation import SkippedLayers
 from vllm_ext.engine.draft_model.separate import SeparateModel
 from vllm_ext.engine.models import exit_heads
@@ -23,6 +24,7 @@ from vllm_ext.proposers.dynamic_exit import DynamicExit
 from vllm_ext.proposers.exit_budget import ExitBudget
 from vllm_ext.proposers.exit_choice import ExitChoice, loaded_layers
 from vllm_ext.proposers.layerskip import LayerSkip
+from vllm_ext.proposers.medusa import Medusa
 from vllm_ext.proposers.step_cost import StepCost
 from vllm_ext.proposers.tree import DraftTree, Int32
 from vllm_ext.proposers.unified_skip import UnifiedSkip, balanced
@@ -45,7 +47,7 @@ class ModelDrafts:
         self._config, self.proposer = vllm_config, proposer
         options = proposer.options
         num_layers = vllm_config.model_config.get_total_num_hidden_layers()
-        self.passes: DraftPasses
+        self.passes: ModelPasses
         self.budget: DraftBudget | ExitBudget | None = None
         self._choice: ExitChoice | None = None
         if isinstance(proposer, LayerSkip | DynamicExit):
@@ -58,6 +60,9 @@ class ModelDrafts:
                 device = torch.device(vllm_config.device_config.device)
                 heads = exit_heads.load(options.heads, exits, vllm_config.model_config.dtype, device)
             self.passes = EarlyExit(vllm_config, exits, heads)
+        elif isinstance(proposer, Medusa):
+            self.passes = HeadPasses(vllm_config, options)
+            proposer.deepest = self.passes.num_heads
         elif isinstance(proposer, UnifiedSkip):
             self.passes = SkippedLayers(vllm_config, balanced(num_layers, options.speedup))
         else:
@@ -69,7 +74,8 @@ class ModelDrafts:
             else:
                 first_rows = 2 if isinstance(self.passes, SeparateModel) else 1
                 reuses = isinstance(self.passes, EarlyExit)
-                self.budget = DraftBudget(options.num_speculative_tokens, first_rows, reuses)
+                one_pass = isinstance(self.passes, HeadPasses)
+                self.budget = DraftBudget(options.num_speculative_tokens, first_rows, reuses, one_pass)
         self.seconds = 0.0  # of drafting, since they were last taken
         self._watch = 0  # steps until all exits are asked again
         self._left = self._resting = (
@@ -160,11 +166,21 @@ class ModelDrafts:
             wanted[index] = min(nodes, most)
         return wanted
 
-    def propose(self, runner: Any, requests: list[Request], batch_size: int) -> list[DraftTree]:
-        """The proposer's trees, by a model that has read what this step has committed."""
+    def propose(
+        self, runner: Any, requests: list[Request], batch_size: int, trees: StepTrees
+    ) -> list[DraftTree]:
+        """The proposer's trees, by a model that has read what this step has committed.
+
+        Args:
+            runner: vLLM's.
+            requests: to be drafted for, perhaps.
+            batch_size: of all.
+            trees: this step's rows, and which were accepted.
+        """
         started = time.perf_counter()
         known = runner.input_batch.num_tokens_no_spec[:batch_size].tolist()
         drafting = {request.request_id for request in requests if request.has_room}
+        self.passes.verified(trees)
         self.passes.advance(known, drafting)
         if drafting and isinstance(self.proposer, DynamicExit) and self.early_exit is not None:
             self._watch = self._watch - 1 if self._watch else self.proposer.options.watch_every - 1
@@ -182,11 +198,11 @@ class ModelDrafts:
                 elif isinstance(self.budget, DraftBudget):
                     self.budget.record_reading(one.seconds, one.rows)
             host = self.seconds - sum(one.seconds for one in self.passes.passes)
-            trees = [tree for _, tree in drafted]
+            of_requests = [tree for _, tree in drafted]
             if isinstance(self.budget, DraftBudget):
-                self.budget.drafted(trees, host, self.proposer.passes)
+                self.budget.drafted(of_requests, host, self.proposer.passes)
             else:
-                self.budget.drafted(trees, host)
+                self.budget.drafted(of_requests, host)
         return proposed
 
     def observe(

@@ -22,6 +22,7 @@ from vllm.forward_context import set_forward_context
 
 from vllm_ext.engine import tree_layers
 from vllm_ext.engine.attention import tree_backend
+from vllm_ext.engine.tree_layout import StepTrees
 from vllm_ext.kernels.top_k import MAX_K, top_k_ids
 from vllm_ext.kernels.tree_attention import TreeRows
 from vllm_ext.proposers.draft_model import Rows
@@ -48,60 +49,35 @@ class Pass(NamedTuple):
     reads: bool = False  # more tokens of a request than steps commit: a prompt's
 
 
-class DraftPasses(ABC):
-    """A model that drafts, its place in the caches, and its passes. See `vllm_ext.proposers.draft_model.DraftModel`.
+class ModelPasses(ABC):
+    """What drafts, and its passes. See `vllm_ext.proposers.draft_model.DraftModel`."""
 
-    Args:
-        vllm_config: the target's.
-        what: how errors name the model.
-    """
-
-    what_next: str  # what an error says of layers that do not fit
-
-    def __init__(self, vllm_config: Any, what: str) -> None:
-        self._target_config, self._what = vllm_config, what
-        self.config: Any = vllm_config  # vLLM's, of the model that drafts
+    def __init__(self) -> None:
         self.layers: list[str] = []  # names of the attention layers it runs
         self.own_layers: list[str] = []  # those of them that are not the target's
-        self._runner: Any = None
-        self._groups: list[tuple[Any, list[str]]] = []  # attention groups with its layers, and these
-        self._group_id = 0
-        self._growth: dict[str, Growth] = {}
-        self._vocab_size: int = vllm_config.model_config.get_vocab_size()
         self.passes: list[Pass] = []  # since `advance`
+        self._runner: Any = None
 
     @abstractmethod
     def load(self, target: Any) -> None:
         """Make it; ``target`` is vLLM's model, loaded."""
 
     def bind(self, runner: Any) -> None:
-        """After vLLM has bound the caches.
-
-        Raises:
-            ValueError: its layers cannot attend over trees, or lie in several groups of caches.
-        """
+        """After vLLM has bound the caches."""
         self._runner = runner
-        tree_layers.check_draft(self.layers, self._target_config, self._what, self.what_next)
-        groups = ([name for group in of_kv for name in group.layer_names] for of_kv in runner.attn_groups)
-        self._group_id = tree_layers.only_group(self.layers, groups, self._what, self.what_next)
-        self._groups = [
-            (group, names)
-            for group in runner.attn_groups[self._group_id]
-            if (names := [name for name in group.layer_names if name in self.layers])
-        ]
-        context = self._target_config.compilation_config.static_forward_context
-        tree_backend.warm_up([context[name] for name in self.layers])
 
     def begin_step(self, scheduler_output: Any) -> None:
         """Before the target's step."""
 
+    def verified(self, trees: StepTrees) -> None:
+        """After the target's step, before `advance`: which of its rows were accepted."""
+
     def unread(self, request_ids: Sequence[str], num_tokens: Sequence[int]) -> list[int]:
-        """Of requests with so many tokens those whose KV is not there: of a model with the target's caches, none."""
+        """Of requests with so many tokens those that it must read first: the last one, of all that keep nothing."""
         return [1] * len(request_ids)
 
     def forget(self, request_id: str) -> None:
         """A request is gone."""
-        self._growth.pop(request_id, None)
 
     @abstractmethod
     def advance(self, num_tokens: Sequence[int], drafting: set[str]) -> None:
@@ -116,6 +92,67 @@ class DraftPasses(ABC):
     def roots(self, request_ids: Sequence[str]) -> Rows:
         """See `DraftModel`."""
 
+    @abstractmethod
+    def nodes(self, request_ids: Sequence[str], parents: Sequence[int], tokens: Sequence[int]) -> Rows:
+        """See `DraftModel`."""
+
+    def settle(self, request_ids: Sequence[str], trees: Sequence[DraftTree]) -> None:
+        """These are the trees that the target will verify, those without nodes left out."""
+
+    def warm_up(self) -> None:
+        """Compile what would else stall the first request.
+
+        Not with one row: the code would be for one row alone, and vLLM, which checks no guards, would run it with any
+        number.
+        """
+        self.calibration_pass(16)
+
+    @abstractmethod
+    def calibration_pass(self, rows: int) -> None:
+        """A pass of so many rows, without attention, as vLLM's own dummy runs."""
+
+
+class DraftPasses(ModelPasses):
+    """A model with a place in the caches.
+
+    Args:
+        vllm_config: the target's.
+        what: how errors name the model.
+    """
+
+    what_next: str  # what an error says of layers that do not fit
+
+    def __init__(self, vllm_config: Any, what: str) -> None:
+        super().__init__()
+        self._target_config, self._what = vllm_config, what
+        self.config: Any = vllm_config  # vLLM's, of the model that drafts
+        self._groups: list[tuple[Any, list[str]]] = []  # attention groups with its layers, and these
+        self._group_id = 0
+        self._growth: dict[str, Growth] = {}
+        self._vocab_size: int = vllm_config.model_config.get_vocab_size()
+
+    def bind(self, runner: Any) -> None:
+        """See `ModelPasses`.
+
+        Raises:
+            ValueError: its layers cannot attend over trees, or lie in several groups of caches.
+        """
+        super().bind(runner)
+        tree_layers.check_draft(self.layers, self._target_config, self._what, self.what_next)
+        groups = ([name for group in of_kv for name in group.layer_names] for of_kv in runner.attn_groups)
+        self._group_id = tree_layers.only_group(self.layers, groups, self._what, self.what_next)
+        self._groups = [
+            (group, names)
+            for group in runner.attn_groups[self._group_id]
+            if (names := [name for name in group.layer_names if name in self.layers])
+        ]
+        context = self._target_config.compilation_config.static_forward_context
+        tree_backend.warm_up([context[name] for name in self.layers])
+
+    def forget(self, request_id: str) -> None:
+        """See `ModelPasses`."""
+        self._growth.pop(request_id, None)
+
     def nodes(self, request_ids: Sequence[str], parents: Sequence[int], tokens: Sequence[int]) -> Rows:
         """See `DraftModel`."""
         started = time.perf_counter()
@@ -123,9 +160,6 @@ class DraftPasses(ABC):
         found = self._distributions(hidden)
         self._timed(started, request_ids)
         return found
-
-    def settle(self, request_ids: Sequence[str], trees: Sequence[DraftTree]) -> None:
-        """These are the trees that the target will verify, those without nodes left out."""
 
     def _timed(self, started: float, request_ids: Sequence[str]) -> None:
         self.passes.append(Pass(time.perf_counter() - started, len(request_ids), len(set(request_ids))))
@@ -199,16 +233,8 @@ class DraftPasses(ABC):
             log_q = logits.gather(1, ids.long()).float() - total
         return Rows(ids.cpu().numpy(), log_q.cpu().numpy())
 
-    def warm_up(self) -> None:
-        """Compile what would else stall the first request.
-
-        Not with one row: the code would be for one row alone, and vLLM, which checks no guards, would run it with any
-        number.
-        """
-        self.calibration_pass(16)
-
     def calibration_pass(self, rows: int) -> None:
-        """A pass of so many rows, without attention, as vLLM's own dummy runs."""
+        """See `ModelPasses`."""
         self._distributions(self._forward(self._random_tokens(rows), np.zeros(rows, np.int32), None, None))
 
     def _random_tokens(self, rows: int) -> Int32:

@@ -158,7 +158,7 @@ class Drafter:
                     most = self._plan(self.model_drafts, runner, own, num_draft_tokens)
                 requests, slots = self._requests(runner, most, own, kept)
                 if self.model_drafts is not None:
-                    proposals = self.model_drafts.propose(runner, requests, len(sampled))
+                    proposals = self.model_drafts.propose(runner, requests, len(sampled), trees)
                 else:
                     proposals = self._host.propose(requests)
                     outputs = [runner.requests[request.request_id].output_token_ids for request in requests]

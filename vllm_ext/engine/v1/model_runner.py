@@ -65,6 +65,7 @@ class SpeculativeRunner(UndrawnNoise):
     step_encoded: EncodedMetadata | None = None  # of a step over an encoded KV cache
     step_common: Any = None  # vLLM's metadata of the step, of no group in particular
     greedy_choice: Int32 | None = None  # [num_rows] argmax of each row, while no mask is in the logits
+    step_hidden: torch.Tensor | None = None  # [num_tokens, hidden_size], what the target's head got
     step_started: float = 0.0
     recurrent: RecurrentSteps
     # Of the caches there are: by KV group, what copies tokens between slots.
@@ -304,6 +305,7 @@ class SpeculativeRunner(UndrawnNoise):
         if state is not None:
             assert self.step_trees is not None
             top_ids = self.drafter.tap(self.step_trees, state.logits)
+            self.step_hidden = state.hidden_states
             self.greedy_choice = None if grammar_output is not None or top_ids is None else top_ids[:, 0]
         output = super().sample_tokens(grammar_output)
         if state is not None and output is not None:
@@ -345,7 +347,10 @@ class SpeculativeRunner(UndrawnNoise):
         """Draft with the request's real state instead of vLLM's padded token table."""
         trees, self.step_trees = self.step_trees, None
         assert trees is not None
-        return self.drafter.step(self, trees, scheduler_output.num_spec_tokens_to_schedule, sampled_token_ids)
+        most = scheduler_output.num_spec_tokens_to_schedule
+        drafts = self.drafter.step(self, trees, most, sampled_token_ids)
+        self.step_hidden = None
+        return drafts
 
     def _input_fits_in_drafter(self, common_attn_metadata: Any) -> bool:
         """Always: the drafter clips each request on its own.

@@ -19,7 +19,7 @@ from rich.table import Table
 
 from vllm_ext.bench.settings import short_labels
 from vllm_ext.bench.stats import number
-from vllm_ext.cli.console import say, wrapped
+from vllm_ext.cli.output.console import say, wrapped
 from vllm_ext.report.doubts import doubts, is_doubtful
 from vllm_ext.report.saved_runs import Run
 

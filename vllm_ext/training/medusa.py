@@ -1,0 +1,254 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Train Medusa's heads from the target's own answers; the target stays as it is.
+
+The target reads its answers once; its last hidden states are kept. Head ``i`` at a token learns the target's own
+distribution ``i + 2`` tokens on, as far as its `top_k` alternatives go. All heads share one language head, which begins
+as the target's rows of the most frequent tokens: what a step reads of it, it reads once for all of them.
+
+Source: Medusa-1, arXiv 2401.10774, section 2.2: residual blocks that begin as the identity, a loss of each head that
+weighs ``0.8**i``. Deviations: distributions instead of tokens, one language head for all, fewer rows of it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from vllm_ext.data.answers import Answer
+from vllm_ext.data.atomic_files import Progress
+from vllm_ext.kernels.sparse import Int32
+from vllm_ext.training.draft_model import WARM_UP, Batches, Recipe, multiplies_bfloat16
+
+DECAY = 0.8  # of the heads' weights in the loss
+CHECKPOINT, CURVE = "medusa.pt", "training.json"
+WEIGHTS, CONFIG = "model.safetensors", "config.json"
+
+
+@dataclass(frozen=True)
+class MedusaShape:
+    """Of the heads."""
+
+    num_heads: int = 4
+    num_layers: int = 1  # of each head's residual block
+    num_rows: int = 8192  # of the language head, at most
+
+
+@dataclass(frozen=True)
+class Texts:
+    """What the target computes over answers, answer after answer, at the tokens that its outputs follow."""
+
+    hidden: torch.Tensor  # bfloat16 [num_tokens, hidden_size], behind its last norm
+    top_ids: torch.Tensor  # int64 [num_tokens, top_k] its alternatives for the next token, best first
+    top_logp: torch.Tensor  # float32 [num_tokens, top_k]
+    left: torch.Tensor  # int64 [num_tokens] how many tokens of the same answer follow
+    greedy: torch.Tensor  # bool [num_tokens] whether the answer is the target's first choice throughout
+
+
+class Heads(torch.nn.Module):
+    """The heads in training, float32, by the names of vLLM's layout.
+
+    Args:
+        shape: how many.
+        weight: ``[num_rows, hidden_size]`` of the language head.
+    """
+
+    blocks: Any  # of each head a module with `layers`
+
+    def __init__(self, shape: MedusaShape, weight: torch.Tensor) -> None:
+        super().__init__()
+        size = weight.shape[1]
+        self.blocks = torch.nn.ModuleList()
+        for _ in range(shape.num_heads):
+            block = torch.nn.Module()
+            block.layers = torch.nn.ModuleList(
+                torch.nn.Linear(size, size, bias=False) for _ in range(shape.num_layers)
+            )
+            self.blocks.append(block)
+        for parameter in self.parameters():
+            torch.nn.init.zeros_(parameter)
+        self.lm_head = torch.nn.Parameter(weight.clone().float())
+
+    def state(self, head: int, hidden: torch.Tensor) -> torch.Tensor:
+        """What the language head gets of ``[num_rows, hidden_size]``."""
+        for layer in self.blocks[head].layers:
+            hidden = hidden + torch.nn.functional.silu(layer(hidden))
+        return hidden
+
+
+@torch.no_grad()
+def read(model: Any, answers: Sequence[Answer], most_tokens: int, report: Progress) -> Texts:
+    """Run the target over answers, so many tokens of outputs at most.
+
+    Args:
+        model: a causal model of transformers whose ``model`` puts out what its head gets.
+        answers: shuffled, if there are more.
+        most_tokens: of outputs.
+        report: progress in tokens.
+    """
+    device = str(next(model.parameters()).device)
+    kept: list[Answer] = []
+    tokens = 0
+    for answer in answers:
+        if tokens < most_tokens:
+            kept.append(answer)
+            tokens += len(answer.top_ids)
+    batches = Batches(kept, Recipe(batch_tokens=1024), device)
+    parts: list[list[torch.Tensor]] = [[] for _ in range(5)]
+    done = 0
+    for part in batches.parts:
+        of_part = [kept[index] for index in part]
+        ids, mask, top_ids, top_logp = batches.tensors(of_part)
+        hidden = model.model(input_ids=ids).last_hidden_state[mask].to(torch.bfloat16)
+        counts = mask.sum(1)
+        left = torch.cat([torch.arange(int(count) - 1, -1, -1) for count in counts])
+        greedy = torch.tensor([answer.is_greedy for answer in of_part]).repeat_interleave(counts.cpu())
+        for to, found in zip(parts, (hidden, top_ids, top_logp, left, greedy), strict=True):
+            to.append(found)
+        done += len(top_ids)
+        report("hidden states", done, tokens)
+    return Texts(*(torch.cat(part) for part in parts))
+
+
+def frequent(texts: Texts, vocab_size: int, num_rows: int) -> Int32:
+    """Ids of the tokens that stand in answers most often, ascending; all of them where there are few."""
+    weight = texts.top_logp.exp().flatten()
+    counts = torch.zeros(vocab_size).scatter_add_(0, texts.top_ids.flatten().cpu(), weight.cpu())
+    chosen = torch.topk(counts, min(num_rows, vocab_size)).indices
+    ids: Int32 = chosen.sort().values.numpy().astype(np.int32)
+    return ids
+
+
+def loss_of(logits: torch.Tensor, places: torch.Tensor, top_logp: torch.Tensor) -> torch.Tensor:
+    """Cross-entropy of the target's distribution, as far as it is known and the head has rows, and the head's.
+
+    Args:
+        logits: float32 ``[num_tokens, num_rows]``.
+        places: int64 ``[num_tokens, top_k]`` rows of the target's alternatives; -1: there is none.
+        top_logp: float32 ``[num_tokens, top_k]``.
+    """
+    p = torch.where(places >= 0, top_logp.exp(), 0.0)
+    log_q = logits.gather(1, places.clamp(min=0)) - torch.logsumexp(logits, 1, keepdim=True)
+    return -(p * log_q).sum(1).mean()
+
+
+def train(
+    heads: Heads,
+    texts: Texts,
+    token_map: Int32,
+    recipe: Recipe,
+    folder: Path,
+    report: Progress,
+    log: Callable[[str], None],
+) -> list[dict[str, float]]:
+    """Train in place, from the folder's checkpoint where there is one; returns the loss curve.
+
+    Args:
+        heads: of `Heads`.
+        texts: to learn from.
+        token_map: of `frequent`.
+        recipe: how; its ``batch_tokens`` are a step's.
+        folder: of the checkpoint and the curve.
+        report: progress in seconds of training.
+        log: takes a line with the loss at each checkpoint.
+    """
+    device = heads.lm_head.device
+    places_of = torch.full((int(max(texts.top_ids.max(), token_map.max())) + 1,), -1)
+    places_of[torch.from_numpy(token_map).long()] = torch.arange(len(token_map))
+    places = places_of[texts.top_ids.cpu()]
+    optimizer = torch.optim.AdamW(
+        heads.parameters(), lr=recipe.learning_rate, betas=(0.9, 0.95), weight_decay=0.0
+    )
+    products = torch.autocast(device.type, torch.bfloat16, enabled=multiplies_bfloat16(device.type))
+    step, spent = 0, 0.0
+    curve: list[dict[str, float]] = []
+    file = folder / CHECKPOINT
+    if file.exists():
+        saved = torch.load(file, map_location=device, weights_only=True)
+        heads.load_state_dict(saved["heads"])
+        optimizer.load_state_dict(saved["optimizer"])
+        step, spent, curve = saved["step"], saved["spent"], saved["curve"]
+    budget = 60.0 * recipe.minutes
+    began, saved_at = time.perf_counter() - spent, time.perf_counter()
+    running: list[float] = []
+    last = len(texts.hidden) - len(heads.blocks) - 1
+    while (spent := time.perf_counter() - began) < budget:
+        share = spent / budget
+        rate = recipe.learning_rate * min(share / WARM_UP, 0.5 + 0.5 * math.cos(math.pi * share))
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        draw = np.random.default_rng([recipe.seed, step])
+        rows = torch.from_numpy(draw.integers(0, max(last, 1), size=min(recipe.batch_tokens, last)))
+        hidden = texts.hidden[rows].to(device).float()
+        loss = torch.zeros((), device=device)
+        with products:
+            for head in range(len(heads.blocks)):
+                # Of a text's end there is nothing to be learnt.
+                there = texts.left[rows] > head
+                target = rows[there] + head + 1
+                logits = (heads.state(head, hidden[there.to(device)]) @ heads.lm_head.T).float()
+                own = loss_of(logits, places[target].to(device), texts.top_logp[target].to(device))
+                loss = loss + DECAY**head * own
+        optimizer.zero_grad(set_to_none=True)
+        loss.backward()  # type: ignore[no-untyped-call]
+        torch.nn.utils.clip_grad_norm_(heads.parameters(), 1.0)
+        optimizer.step()
+        step += 1
+        running.append(loss.item())
+        if len(running) == 20:
+            curve.append({"step": step, "seconds": spent, "loss": sum(running) / len(running)})
+            running.clear()
+        report("training", int(spent), int(budget))
+        if time.perf_counter() - saved_at > recipe.checkpoint_seconds:
+            _save_checkpoint(file, heads, optimizer, step, spent, curve)
+            log(
+                f"step {step}, {spent / 60:.1f} minutes: loss {curve[-1]['loss'] if curve else running[-1]:.3f}"
+            )
+            saved_at = time.perf_counter()
+    _save_checkpoint(file, heads, optimizer, step, spent, curve)
+    (folder / CURVE).write_text(json.dumps({"recipe": asdict(recipe), "curve": curve}, indent=1))
+    return curve
+
+
+def _save_checkpoint(
+    file: Path, heads: Heads, optimizer: torch.optim.Optimizer, step: int, spent: float, curve: Any
+) -> None:
+    part = file.with_suffix(".part")
+    state = {"heads": heads.state_dict(), "optimizer": optimizer.state_dict()}
+    torch.save({**state, "step": step, "spent": spent, "curve": curve}, part)
+    os.replace(part, file)
+
+
+def save(heads: Heads, token_map: Int32, vocab_size: int, dtype: torch.dtype, folder: Path) -> None:
+    """Write a checkpoint in vLLM's layout."""
+    from safetensors.torch import save_file
+
+    tensors = {
+        f"blocks.{head}.layers.{layer}.weight": part.weight.detach().to(dtype).cpu().contiguous()
+        for head, block in enumerate(heads.blocks)
+        for layer, part in enumerate(block.layers)
+    }
+    tensors["lm_heads.0.weight"] = heads.lm_head.detach().to(dtype).cpu().contiguous()
+    if len(token_map) < vocab_size:
+        tensors["token_map"] = torch.from_numpy(token_map).long()
+    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+    config = {
+        "architectures": ["MedusaModel"],
+        "model_type": "medusa",
+        "hidden_size": heads.lm_head.shape[1],
+        "vocab_size": vocab_size,
+        "truncated_vocab_size": len(token_map),
+        "num_heads": len(heads.blocks),
+        "num_hidden_layers": len(heads.blocks[0].layers),
+        "original_lm_head": True,
+        "torch_dtype": str(dtype).removeprefix("torch."),
+    }
+    (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n")

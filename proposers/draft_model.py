@@ -106,6 +106,8 @@ class DraftModelProposer(Proposer):
     draft: DraftModel  # set by the adapter, before any request
     least_reach = 0.0  # set by the adapter: see `sampled.grow`
     deepest = 32  # set by the adapter: nodes of which the draft knows something
+    draws = True  # whether requests that sample get drawn trees; not where these are fused with others
+    one_pass: ClassVar[bool] = False  # whether the first pass tells all depths; such may be fused
 
     def __init__(self, options: Any) -> None:
         self.options = options
@@ -179,7 +181,7 @@ class DraftModelProposer(Proposer):
     def _builder(self, request: Request) -> TreeBuilder:
         num_nodes = min(request.budget_tokens, self.options.num_speculative_tokens)
         max_depth = min(request.max_depth, self.options.max_depth, self.deepest)
-        build = self.drawn if is_drawn(request) else self.chosen
+        build = self.drawn if self.draws and is_drawn(request) else self.chosen
         return build(num_nodes, max_depth)
 
 

@@ -26,6 +26,7 @@ from vllm_ext.proposers import registry
 from vllm_ext.proposers.base import MethodOptions, Proposer, Request, VerifiedRows
 from vllm_ext.proposers.calibration import Calibration
 from vllm_ext.proposers.draft_model import DraftModelProposer
+from vllm_ext.proposers.medusa import MedusaOptions
 from vllm_ext.proposers.tree import DraftTree, Float32
 
 BOUNDS: Float32 = np.array(
@@ -75,8 +76,10 @@ def make_options(drafter: dict[str, Any] | str) -> tuple[type[Proposer], MethodO
         if field in options:
             raise ValueError(f"drafters: {field} is an option of the whole; move it out of {name}'s")
     proposer = registry.load_method(name)
-    if issubclass(proposer, DraftModelProposer):
-        raise ValueError(f"drafters: {name!r} drafts with a model, which cannot be fused yet; leave it out")
+    if issubclass(proposer, DraftModelProposer) and not proposer.one_pass:
+        raise ValueError(
+            f"drafters: {name!r} drafts with passes of a model, which cannot be fused yet; leave it out"
+        )
     try:
         return proposer, proposer.Options.model_validate(options)
     except ValidationError as error:
@@ -87,6 +90,16 @@ def make_options(drafter: dict[str, Any] | str) -> tuple[type[Proposer], MethodO
         raise ValueError(
             f"drafters: {'; '.join(problems)}; its options are {', '.join(options_of(proposer))}"
         ) from error
+
+
+def heads_of(options: MethodOptions) -> MedusaOptions | None:
+    """The heads that a method drafts with, alone or among others; None: with none."""
+    if isinstance(options, MedusaOptions):
+        return options
+    if isinstance(options, HybridOptions):
+        own = [own for _, own in map(make_options, options.drafters)]
+        return next((each for each in own if isinstance(each, MedusaOptions)), None)
+    return None
 
 
 def options_of(proposer: type[Proposer]) -> list[str]:
@@ -117,8 +130,16 @@ class Hybrid(Proposer):
     @classmethod
     def from_options(cls, options: HybridOptions, vocab_size: int) -> Hybrid:
         """See `Proposer.from_options`."""
-        made = [make_options(drafter) for drafter in options.drafters]
-        return cls([proposer.from_options(own, vocab_size) for proposer, own in made])
+        made = []
+        for proposer, own in map(make_options, options.drafters):
+            nodes = options.num_speculative_tokens
+            drafter = proposer.from_options(
+                own.model_copy(update={"num_speculative_tokens": nodes}), vocab_size
+            )
+            if isinstance(drafter, DraftModelProposer):
+                drafter.draws = False
+            made.append(drafter)
+        return cls(made)
 
     @classmethod
     def check(cls, options: HybridOptions, vocab_size: int, tokenizer_hash: Callable[[], str]) -> None:

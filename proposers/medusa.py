@@ -47,7 +47,7 @@ class Medusa(DraftModelProposer):
     Options: ClassVar[type[MethodOptions]] = MedusaOptions
     on_v2 = None
     why_v1 = "reads hidden states that V2 does not hand out yet"
-    one_pass = True
+    one_pass: ClassVar[bool] = True
 
     @classmethod
     def check(cls, options: MedusaOptions, vocab_size: int, tokenizer_hash: Callable[[], str]) -> None:

@@ -35,14 +35,21 @@ def cycle(model_dir: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[str
     return tiny_heads.successors(tmp_path_factory.mktemp("cycle"), Path(model_dir))
 
 
-@pytest.mark.parametrize("late", [0, pytest.param(1, marks=pytest.mark.slow)])
-def test_heads_that_know_everything(cycle: tuple[str, Any], tmp_path: Path, late: int) -> None:
-    """All that they draft is accepted; a row, a depth or a token beside it, and nothing is."""
+@pytest.mark.parametrize(
+    ("method", "late"),
+    [("medusa", 0), pytest.param("hybrid", 0), pytest.param("medusa", 1, marks=pytest.mark.slow)],
+)
+def test_heads_that_know_everything(cycle: tuple[str, Any], tmp_path: Path, method: str, late: int) -> None:
+    """All that they draft is accepted, fused or alone; a row, a depth or a token beside it, and nothing is."""
     folder, after = cycle
     heads = tiny_heads.knowing(tmp_path / "heads", Path(folder), after, late=late)
     prompts = [[3], list(range(5, 60)), [9] * 130, [700, 20]]
     params = SamplingParams(temperature=0, max_tokens=101, ignore_eos=True)
-    for llm in engine(folder, medusa(heads, 4), **OPTIONS, max_num_batched_tokens=64):
+    config = medusa(heads, 4)
+    if method == "hybrid":
+        drafters = [{"method": "medusa", "model": config.pop("model")}, "suffix_tree"]
+        config |= {"method": method, "drafters": drafters}
+    for llm in engine(folder, config, **OPTIONS, max_num_batched_tokens=64):
         answers = generate(llm, prompts, [params] * 4)
         totals = counters(llm)
     for prompt, answer in zip(prompts, answers, strict=True):

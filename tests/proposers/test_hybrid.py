@@ -217,7 +217,10 @@ def test_options_make_the_drafters() -> None:
     [
         (["token_recyclin"], r"unknown method 'token_recyclin'.*Did you mean 'token_recycling'"),
         (["hybrid"], r"'hybrid' cannot be one of its own"),
-        ([{"method": "dyspec", "model": "m"}], r"'dyspec' drafts with a model, which cannot be fused"),
+        (
+            [{"method": "dyspec", "model": "m"}],
+            r"'dyspec' drafts with passes of a model, which cannot be fused",
+        ),
         ([{"matrix_width": 3}], r"unknown method None"),
         (
             [{"method": "token_recycling", "matrix_width": 0}],

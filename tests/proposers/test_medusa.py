@@ -12,6 +12,7 @@ from toy_draft import VOCAB, request
 
 from vllm_ext.proposers.draft_budget import DraftBudget
 from vllm_ext.proposers.draft_model import Rows
+from vllm_ext.proposers.hybrid import Hybrid, HybridOptions, heads_of
 from vllm_ext.proposers.medusa import Medusa, MedusaOptions
 from vllm_ext.proposers.sampled import ROOT
 
@@ -85,3 +86,21 @@ def test_the_budget_counts_one_pass() -> None:
     seconds = [each._draft_seconds(np.arange(17), 1, 100)[0][[1, 16]] for each in (budget, other)]
     assert seconds[0][0] == pytest.approx(seconds[0][1])
     assert seconds[1][1] > 4 * seconds[1][0]
+
+
+def test_fused_trees_are_never_drawn() -> None:
+    config = {"method": "medusa", "model": "m"}
+    options = HybridOptions(drafters=["suffix_tree", config], num_speculative_tokens=24)
+    assert heads_of(options) == MedusaOptions(model="m")
+    hybrid = Hybrid.from_options(options, VOCAB)
+    heads = hybrid.drafters[1]
+    assert isinstance(heads, Medusa)
+    said = heads.draft = Heads()
+    heads.deepest = HEADS
+    asked = request("a", 1.0, budget_tokens=24)
+    hybrid.start(asked)
+    tree = hybrid.propose([asked])[0]
+    assert tree.drawn is None
+    assert len(tree) == 24
+    for node, depth in enumerate(tree.depths().tolist()):
+        assert tree.tokens[node] in said.ids[depth - 1]

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from vllm_ext.config import processors, schedulers
 from vllm_ext.proposers.draft_model import DraftModelOptions, PassOptions
+from vllm_ext.proposers.hybrid import HybridOptions, make_options
 from vllm_ext.proposers.sampled import MOST_NODES_ON_DEVICE
 
 if TYPE_CHECKING:
@@ -78,6 +79,7 @@ def choose(args: Any, settings: Settings, ruled: RuleSettings | None, *, encoded
             settings.proposer_class.on_v2 is None,
             f"method {settings.method!r} {settings.proposer_class.why_v1}",
         ),
+        *_of_drafters(settings.options),
         *_of_passes(settings.options),
         (bool(need_v1), f"sampling rules {need_v1} go with it"),
         (encoded_kv, "the KV cache is encoded"),
@@ -88,6 +90,13 @@ def choose(args: Any, settings: Settings, ruled: RuleSettings | None, *, encoded
         if there:
             return RunnerChoice("V1", reason)
     return RunnerChoice("V2", own.reason)
+
+
+def _of_drafters(options: Any) -> Iterator[tuple[bool, str]]:
+    """What of a hybrid cannot be on V2, as in `choose`."""
+    if isinstance(options, HybridOptions):
+        for proposer, _ in map(make_options, options.drafters):
+            yield proposer.on_v2 is None, f"a drafter {proposer.why_v1}"
 
 
 def _of_passes(options: Any) -> Iterator[tuple[bool, str]]:

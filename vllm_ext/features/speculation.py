@@ -22,7 +22,7 @@ from vllm_ext.features import class_paths
 from vllm_ext.features.base import Asked, Feature, vocabulary
 from vllm_ext.proposers import level_budget
 from vllm_ext.proposers.draft_model import DraftModelOptions, DraftModelProposer, PassOptions
-from vllm_ext.proposers.medusa import MedusaOptions
+from vllm_ext.proposers.hybrid import heads_of
 from vllm_ext.proposers.self_draft import SelfDraftOptions
 
 logger = init_logger("vllm.vllm_ext")
@@ -102,8 +102,8 @@ class Speculation(Feature):
         settings.proposer_class.check(settings.options, *vocabulary(vllm_config))
         if isinstance(settings.options, DraftModelOptions):
             second_model.check(vllm_config, settings.options)
-        if isinstance(settings.options, MedusaOptions):
-            medusa_heads.check(vllm_config, settings.options.model)
+        if (heads := heads_of(settings.options)) is not None:
+            medusa_heads.check(vllm_config, heads.model)
         if isinstance(settings.options, SelfDraftOptions):
             layer_slices.check(vllm_config, settings)
         patches.read_requests()

@@ -15,6 +15,7 @@ from vllm_ext.config import speculative
 from vllm_ext.engine import metrics, sampling_params
 from vllm_ext.engine.draft_model.answer_export import TOP_K, Export
 from vllm_ext.engine.draft_model.controller import ModelDrafts
+from vllm_ext.engine.draft_model.heads import FusedHeads
 from vllm_ext.engine.drafting import logits_tap
 from vllm_ext.engine.drafting.host_proposer import STEP_FAULT, HostProposer
 from vllm_ext.engine.drafting.requests import BatchTexts
@@ -24,6 +25,7 @@ from vllm_ext.engine.tree_layout import StepTrees
 from vllm_ext.proposers.base import Proposer, Request, chains_where_asked
 from vllm_ext.proposers.budget import GoodputBudget
 from vllm_ext.proposers.draft_model import DraftModelProposer
+from vllm_ext.proposers.hybrid import Hybrid, heads_of
 from vllm_ext.proposers.sampled import ASKED_PER_NODE
 from vllm_ext.proposers.tree import DraftTree, Int32
 
@@ -44,6 +46,10 @@ class Drafter:
         self.model_drafts: ModelDrafts | None = None
         if isinstance(self.proposer, DraftModelProposer):
             self.model_drafts = ModelDrafts(vllm_config, self.proposer)
+        self.heads: FusedHeads | None = None
+        heads = heads_of(settings.options)
+        if heads is not None and isinstance(self.proposer, Hybrid):
+            self.heads = FusedHeads(vllm_config, heads)
         self._texts = BatchTexts(vllm_config, 1 if self.model_drafts is None else ASKED_PER_NODE)
         self.constraints = DraftConstraints(vllm_config, self._counters.add, self._host.fault_of)
         # On all ranks alike: what is tapped decides how greedy tokens are found.
@@ -85,6 +91,8 @@ class Drafter:
             logits_tap.warm_up(model, of_model.get_vocab_size(), of_model.dtype, width)
         if self.model_drafts is not None:
             self.model_drafts.passes.load(model)
+        if self.heads is not None:
+            self.heads.passes.load(model)
         self._host.load()
 
     def close(self) -> None:
@@ -160,6 +168,9 @@ class Drafter:
                 if self.model_drafts is not None:
                     proposals = self.model_drafts.propose(runner, requests, len(sampled), trees)
                 else:
+                    if self.heads is not None:
+                        assert isinstance(self.proposer, Hybrid)
+                        self.heads.before(runner, trees, requests, self.proposer)
                     proposals = self._host.propose(requests)
                     outputs = [runner.requests[request.request_id].output_token_ids for request in requests]
                     proposals = self.constraints.apply(requests, outputs, proposals)

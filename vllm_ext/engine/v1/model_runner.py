@@ -78,6 +78,8 @@ class SpeculativeRunner(UndrawnNoise):
         self.recurrent = RecurrentSteps(self.attn_groups)  # type: ignore[attr-defined]  # vLLM's
         if self.drafter.model_drafts is not None:
             self.drafter.model_drafts.passes.bind(self)
+        if self.drafter.heads is not None:
+            self.drafter.heads.passes.bind(self)
         reason = self.drafter.chain_reason = self._chain_reason()
         if reason is not None:
             tree_layers.warn_of_chains(reason)
@@ -120,6 +122,8 @@ class SpeculativeRunner(UndrawnNoise):
         with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
             if drafter.budget is not None:
                 self._calibrate(drafter.budget.cost, target_pass, "forward pass", None)
+            if drafter.heads is not None:
+                drafter.heads.passes.warm_up()
             if drafter.model_drafts is not None:
                 drafter.model_drafts.calibrate(self._calibrate, target_pass)
 

@@ -30,7 +30,7 @@ ALL = 64  # nodes asked about for each of a tree's: asking costs nothing, once t
 
 
 class MedusaOptions(MethodOptions):
-    """Options of ``medusa``."""
+    """Options of ``medusa_tree``."""
 
     model: UserPath = Field(
         min_length=1,

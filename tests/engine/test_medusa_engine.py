@@ -27,7 +27,7 @@ KINDS = [
 
 
 def medusa(model: str, nodes: int = 12, budget: str = "fixed") -> dict[str, Any]:
-    return {"method": "medusa", "model": model, "num_speculative_tokens": nodes, "budget": budget}
+    return {"method": "medusa_tree", "model": model, "num_speculative_tokens": nodes, "budget": budget}
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +37,7 @@ def cycle(model_dir: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[str
 
 @pytest.mark.parametrize(
     ("method", "late"),
-    [("medusa", 0), pytest.param("hybrid", 0), pytest.param("medusa", 1, marks=pytest.mark.slow)],
+    [("medusa_tree", 0), pytest.param("hybrid", 0), pytest.param("medusa_tree", 1, marks=pytest.mark.slow)],
 )
 def test_heads_that_know_everything(cycle: tuple[str, Any], tmp_path: Path, method: str, late: int) -> None:
     """All that they draft is accepted, fused or alone; a row, a depth or a token beside it, and nothing is."""
@@ -47,7 +47,7 @@ def test_heads_that_know_everything(cycle: tuple[str, Any], tmp_path: Path, meth
     params = SamplingParams(temperature=0, max_tokens=101, ignore_eos=True)
     config = medusa(heads, 4)
     if method == "hybrid":
-        drafters = [{"method": "medusa", "model": config.pop("model")}, "suffix_tree"]
+        drafters = [{"method": "medusa_tree", "model": config.pop("model")}, "suffix_tree"]
         config |= {"method": method, "drafters": drafters}
     for llm in engine(folder, config, **OPTIONS, max_num_batched_tokens=64):
         answers = generate(llm, prompts, [params] * 4)

@@ -38,7 +38,7 @@ def method(
     slice_dir: str, tested_method: dict[str, Any], tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, Any]:
     """The tested one; corpus and heads are the slice's, whose tokenizer has fewer tokens than the model's."""
-    if tested_method["method"] == "medusa":
+    if tested_method["method"] == "medusa_tree":
         return {
             **tested_method,
             "model": tiny_heads.random(tmp_path_factory.mktemp("heads"), Path(slice_dir)),

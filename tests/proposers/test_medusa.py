@@ -89,7 +89,7 @@ def test_the_budget_counts_one_pass() -> None:
 
 
 def test_fused_trees_are_never_drawn() -> None:
-    config = {"method": "medusa", "model": "m"}
+    config = {"method": "medusa_tree", "model": "m"}
     options = HybridOptions(drafters=["suffix_tree", config], num_speculative_tokens=24)
     assert heads_of(options) == MedusaOptions(model="m")
     hybrid = Hybrid.from_options(options, VOCAB)

@@ -15,7 +15,7 @@ from vllm_ext.proposers.sampled import ROOT
 from vllm_ext.training.medusa import Heads, Texts
 
 RANKS = 32
-ASKED = 64  # as of method medusa
+ASKED = 64  # as of method medusa_tree
 
 
 class HeadFigures(NamedTuple):

@@ -28,7 +28,7 @@ from vllm_ext.cli.train.common import (
 )
 from vllm_ext.training.sources import Source, same_settings
 
-KINDS = ("medusa",)
+METHODS = {"medusa": "medusa_tree"}  # by kind
 SIZES = (4, 8, 16)  # nodes of trees in the figures
 LEAST_TOKENS = 1.2  # a step; with less heads cost more than they bring
 
@@ -71,8 +71,8 @@ def heads_command(
     """Train heads on the target's answers; run again, it goes on where it was interrupted."""
     console, errors = Console(), Console(stderr=True)
     with errors_of(errors):
-        if kind not in KINDS:
-            raise ValueError(f"--kind={kind!r} is not allowed; allowed: {', '.join(KINDS)}")
+        if kind not in METHODS:
+            raise ValueError(f"--kind={kind!r} is not allowed; allowed: {', '.join(METHODS)}")
         from vllm_ext.data.model_files import snapshot
         from vllm_ext.training import medusa
         from vllm_ext.training.draft_model import Recipe, split
@@ -115,7 +115,7 @@ def heads_command(
             "do not serve this: raise --minutes, or give more prompts. Run again, it goes on from here",
         )
         return
-    config = json.dumps({"method": kind, "model": str(output.resolve())})
+    config = json.dumps({"method": METHODS[kind], "model": str(output.resolve())})
     say(console, f"serve with: --speculative-config '{config}'")
 
 

@@ -169,3 +169,10 @@ def test_every_method_documents_its_options(method: str) -> None:
     for name, _, allowed, meaning in speculative.option_rows(proposer.Options):
         assert allowed, name
         assert meaning, name
+
+
+def test_no_method_has_the_name_of_one_of_vllms() -> None:
+    """Who asks for vLLM's own gets vLLM's own, with this package installed as without."""
+    from vllm.config.speculative import SpeculativeMethod
+
+    assert set(METHODS).isdisjoint(speculative._flatten(SpeculativeMethod))

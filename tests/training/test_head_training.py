@@ -15,8 +15,19 @@ import torch
 from vllm_ext.data.answers import Answer
 from vllm_ext.engine.models.medusa_heads import MedusaHeads
 from vllm_ext.training.draft_model import Recipe
-from vllm_ext.training.head_figures import figures
-from vllm_ext.training.medusa import CURVE, Heads, MedusaShape, Texts, frequent, loss_of, read, save, train
+from vllm_ext.training.head_figures import figures, per_doubling
+from vllm_ext.training.medusa import (
+    ASKED,
+    CURVE,
+    Heads,
+    MedusaShape,
+    Texts,
+    frequent,
+    loss_of,
+    read,
+    save,
+    train,
+)
 
 VOCAB, WIDTH = 48, 32
 SHAPE = MedusaShape(num_heads=3, num_layers=1, num_rows=40)
@@ -73,7 +84,9 @@ def test_they_learn(texts: Texts, tmp_path: Path) -> None:
     heads = Heads(SHAPE, torch.randn(40, WIDTH) * 0.1)
     recipe = Recipe(minutes=0.12, batch_tokens=128, learning_rate=1e-2)
     before = figures(heads, texts, token_map, (3,))
-    curve = train(heads, texts, token_map, recipe, tmp_path, nothing, nothing)
+    curve, points = train(heads, texts, token_map, recipe, tmp_path, nothing, nothing, lambda: 1.0)
+    assert [seen for seen, _ in points] == sorted(seen for seen, _ in points)
+    assert len(points) == len(ASKED) + 1
     assert curve[-1]["loss"] < 0.7 * curve[0]["loss"]
     found = figures(heads, texts, token_map, (1, 3))
     assert found.right[:, 0].min() > 0.95 > before.right[:, 0].max()
@@ -113,3 +126,8 @@ def test_the_loss_is_least_at_the_targets_distribution() -> None:
     # What the language head has no row for counts nothing.
     half = loss_of(p.log(), torch.tensor([[0, -1, 2]]), p.log())
     assert float(half) == pytest.approx(-0.5 * np.log(0.5) - 0.2 * np.log(0.2))
+
+
+def test_what_twice_the_training_brings() -> None:
+    assert per_doubling([(100, 1.5), (200, 1.6), (400, 1.7), (800, 1.8)]) == pytest.approx(0.1)
+    assert per_doubling([(100, 1.5), (800, 1.8)]) is None

@@ -41,10 +41,12 @@ def figures(
         texts: held out.
         token_map: of the heads.
         sizes: nodes of trees.
-        most: places to draft at.
+        most: places to draft at, about.
     """
     num_heads = len(heads.blocks)
     places = torch.nonzero(texts.greedy & (texts.left >= num_heads))[:, 0]
+    if not len(places):
+        return HeadFigures(np.zeros((num_heads, RANKS)), {}, 0)
     places = places[:: max(len(places) // most, 1)]
     hidden = texts.hidden[places].to(heads.lm_head.device).float()
     ids, probabilities = [], []
@@ -76,3 +78,22 @@ def figures(
         for size, each in tokens.items()
     }
     return HeadFigures(right, found, len(places))
+
+
+def per_doubling(points: Sequence[tuple[int, float]]) -> float | None:
+    """What twice the training brings, by a line through what heads were worth over the logarithm of the tokens seen.
+
+    Source: "Scaling Laws for Speculative Decoding", arXiv 2505.07858: acceptance grows with the logarithm of the tokens
+    of training. Here those of one run, whose learning rate falls, with all answers seen again and again.
+
+    Args:
+        points: tokens learnt from, and tokens a step.
+
+    Returns:
+        None: there are too few points.
+    """
+    known = {seen: worth for seen, worth in points if seen > 0}
+    if len(known) < 3:
+        return None
+    slope, _ = np.polyfit(np.log2(list(known)), list(known.values()), 1)
+    return float(slope)

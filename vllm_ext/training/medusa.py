@@ -29,6 +29,7 @@ from vllm_ext.kernels.sparse import Int32
 from vllm_ext.training.draft_model import WARM_UP, Batches, Recipe, multiplies_bfloat16
 
 DECAY = 0.8  # of the heads' weights in the loss
+ASKED = (0.125, 0.25, 0.5)  # of the minutes, when it is asked what the heads are worth; and at their end
 CHECKPOINT, CURVE = "medusa.pt", "training.json"
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
 
@@ -148,8 +149,9 @@ def train(
     folder: Path,
     report: Progress,
     log: Callable[[str], None],
-) -> list[dict[str, float]]:
-    """Train in place, from the folder's checkpoint where there is one; returns the loss curve.
+    worth: Callable[[], float] | None = None,
+) -> tuple[list[dict[str, float]], list[tuple[int, float]]]:
+    """Train in place, from the folder's checkpoint where there is one.
 
     Args:
         heads: of `Heads`.
@@ -159,6 +161,10 @@ def train(
         folder: of the checkpoint and the curve.
         report: progress in seconds of training.
         log: takes a line with the loss at each checkpoint.
+        worth: of the heads as they are; asked now and then.
+
+    Returns:
+        the loss curve, and by tokens learnt from what the heads were worth then.
     """
     device = heads.lm_head.device
     places_of = torch.full((int(max(texts.top_ids.max(), token_map.max())) + 1,), -1)
@@ -170,17 +176,23 @@ def train(
     products = torch.autocast(device.type, torch.bfloat16, enabled=multiplies_bfloat16(device.type))
     step, spent = 0, 0.0
     curve: list[dict[str, float]] = []
+    points: list[tuple[int, float]] = []
     file = folder / CHECKPOINT
     if file.exists():
         saved = torch.load(file, map_location=device, weights_only=True)
         heads.load_state_dict(saved["heads"])
         optimizer.load_state_dict(saved["optimizer"])
-        step, spent, curve = saved["step"], saved["spent"], saved["curve"]
+        step, spent, curve, points = (saved[name] for name in ("step", "spent", "curve", "points"))
     budget = 60.0 * recipe.minutes
     began, saved_at = time.perf_counter() - spent, time.perf_counter()
     running: list[float] = []
     last = len(texts.hidden) - len(heads.blocks) - 1
+    asked = [share for share in ASKED if share * budget > spent]
     while (spent := time.perf_counter() - began) < budget:
+        if worth is not None and asked and spent > asked[0] * budget:
+            asked.pop(0)
+            points.append((step * recipe.batch_tokens, worth()))
+            began += time.perf_counter() - began - spent
         share = spent / budget
         rate = recipe.learning_rate * min(share / WARM_UP, 0.5 + 0.5 * math.cos(math.pi * share))
         for group in optimizer.param_groups:
@@ -208,22 +220,24 @@ def train(
             running.clear()
         report("training", int(spent), int(budget))
         if time.perf_counter() - saved_at > recipe.checkpoint_seconds:
-            _save_checkpoint(file, heads, optimizer, step, spent, curve)
+            _save_checkpoint(file, heads, optimizer, (step, spent, curve, points))
             log(
                 f"step {step}, {spent / 60:.1f} minutes: loss {curve[-1]['loss'] if curve else running[-1]:.3f}"
             )
             saved_at = time.perf_counter()
-    _save_checkpoint(file, heads, optimizer, step, spent, curve)
+    _save_checkpoint(file, heads, optimizer, (step, spent, curve, points))
     (folder / CURVE).write_text(json.dumps({"recipe": asdict(recipe), "curve": curve}, indent=1))
-    return curve
+    if worth is not None:
+        points.append((step * recipe.batch_tokens, worth()))
+    return curve, points
 
 
 def _save_checkpoint(
-    file: Path, heads: Heads, optimizer: torch.optim.Optimizer, step: int, spent: float, curve: Any
+    file: Path, heads: Heads, optimizer: torch.optim.Optimizer, progress: tuple[int, float, Any, Any]
 ) -> None:
     part = file.with_suffix(".part")
     state = {"heads": heads.state_dict(), "optimizer": optimizer.state_dict()}
-    torch.save({**state, "step": step, "spent": spent, "curve": curve}, part)
+    torch.save({**state, **dict(zip(("step", "spent", "curve", "points"), progress, strict=True))}, part)
     os.replace(part, file)
 
 

@@ -30,6 +30,7 @@ from vllm_ext.training.sources import Source, same_settings
 
 METHODS = {"medusa": "medusa_tree"}  # by kind
 SIZES = (4, 8, 16)  # nodes of trees in the figures
+QUICK = 400  # places of the figures that are asked for while it trains
 LEAST_TOKENS = 1.2  # a step; with less heads cost more than they bring
 
 
@@ -77,7 +78,7 @@ def heads_command(
         from vllm_ext.training import medusa
         from vllm_ext.training.draft_model import Recipe, split
         from vllm_ext.training.early_exits import shuffled
-        from vllm_ext.training.head_figures import figures
+        from vllm_ext.training.head_figures import figures, per_doubling
 
         folder = snapshot(target)
         source = Source(folder, prompts, answers, own_prompts, samples, max_tokens, top_k)
@@ -99,7 +100,14 @@ def heads_command(
             weight = model.get_output_embeddings().weight.detach()[token_map].float()
             del model
             heads = medusa.Heads(shape, weight).to(weight.device)
-            medusa.train(heads, texts, token_map, recipe, work, report, lambda line: say(errors, line))
+
+            def worth() -> float:
+                return figures(heads, test, token_map, SIZES[-1:], QUICK).tokens_per_step[SIZES[-1]][0]
+
+            told = worth if test.greedy.any() else None
+            _, points = medusa.train(
+                heads, texts, token_map, recipe, work, report, lambda line: say(errors, line), told
+            )
             found = figures(heads, test, token_map, SIZES)
         medusa.save(heads, token_map, vocab_size, dtype_of(folder), output)
     size = sum(parameter.numel() for parameter in heads.parameters())
@@ -108,6 +116,11 @@ def heads_command(
         f"{output}: {size / 1e6:.1f} million parameters, {len(texts.hidden):,} tokens of answers learnt from",
     )
     _say_figures(console, found)
+    if (more := per_doubling(points)) is not None:
+        say(
+            console,
+            f"{minutes:g} more minutes would bring about {max(more, 0.0):.2f} tokens a step with {SIZES[-1]}",
+        )
     say(console, f"{(time.perf_counter() - started) / 60:.0f} minutes in all")
     if found.num_tokens and max(mean for mean, _ in found.tokens_per_step.values()) < LEAST_TOKENS:
         say(

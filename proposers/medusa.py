@@ -14,19 +14,29 @@ target stays as it is.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import ClassVar
+import heapq
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import ClassVar, Protocol
 
+import numpy as np
 from pydantic import Field
 
+from vllm_ext.kernels.sparse import Sparse
 from vllm_ext.kernels.user_paths import UserPath
-from vllm_ext.proposers.base import MethodOptions
-from vllm_ext.proposers.draft_model import DraftModelProposer
+from vllm_ext.proposers.base import MethodOptions, Request
+from vllm_ext.proposers.draft_model import DraftModel, DraftModelProposer, Rows, is_drawn, shaped
 from vllm_ext.proposers.dyspec import SampledTree
-from vllm_ext.proposers.likeliest_tree import LikeliestTree
-from vllm_ext.proposers.sampled import TreeBuilder
+from vllm_ext.proposers.sampled import ROOT, TreeBuilder
+from vllm_ext.proposers.tree import DraftTree
 
-ALL = 64  # nodes asked about for each of a tree's: asking costs nothing, once the heads have run
+
+class AllDepths(DraftModel, Protocol):
+    """Heads that have run."""
+
+    def depths(self, request_id: str) -> Rows:
+        """Of a request ``[num_heads, support]``: by depth what all nodes of it are drawn from."""
 
 
 class MedusaOptions(MethodOptions):
@@ -48,6 +58,7 @@ class Medusa(DraftModelProposer):
     on_v2 = None
     why_v1 = "reads hidden states that V2 does not hand out yet"
     one_pass: ClassVar[bool] = True
+    draft: AllDepths
 
     @classmethod
     def check(cls, options: MedusaOptions, vocab_size: int, tokenizer_hash: Callable[[], str]) -> None:
@@ -57,6 +68,48 @@ class Medusa(DraftModelProposer):
         """See `DraftModelProposer.drawn`."""
         return SampledTree(num_nodes, max_depth, self.chance)
 
-    def chosen(self, num_nodes: int, max_depth: int) -> TreeBuilder:
-        """See `DraftModelProposer.chosen`."""
-        return LikeliestTree(num_nodes, max_depth, ALL)
+    def propose(self, requests: Sequence[Request]) -> list[DraftTree]:
+        """See `Proposer.propose`. Chosen trees need no rounds: what the heads say is all there."""
+        drawn = [self.draws and is_drawn(request) for request in requests]
+        # Those that are not its own have no room there.
+        rest = [
+            request if draws else replace(request, budget_tokens=0)
+            for request, draws in zip(requests, drawn, strict=True)
+        ]
+        trees = super().propose(rest)
+        for index, request in enumerate(requests):
+            if request.has_room and not drawn[index]:
+                rows = self.draft.depths(request.request_id)
+                depths = [shaped(ids, log_q, request.sampling) for ids, log_q in zip(*rows, strict=True)]
+                num_nodes = min(request.budget_tokens, self.options.num_speculative_tokens)
+                max_depth = min(request.max_depth, self.options.max_depth, self.deepest)
+                trees[index] = product_tree(depths[:max_depth], num_nodes)
+        return trees
+
+
+def product_tree(depths: Sequence[Sparse], num_nodes: int) -> DraftTree:
+    """The nodes of the largest path probabilities, where all nodes of a depth have one distribution.
+
+    Args:
+        depths: by depth the distribution, likeliest first.
+        num_nodes: most nodes.
+    """
+    logs = [np.log(depth.q).tolist() for depth in depths]
+    ids = [depth.ids.tolist() for depth in depths]
+    tokens: list[int] = []
+    parents: list[int] = []
+    chances: list[float] = []
+    # Negated logarithm of the path, a number that settles ties, parent, its own negated, depth, rank.
+    heap = [(-logs[0][0], 0, ROOT, 0.0, 0, 0)] if depths else []
+    while heap and len(tokens) < num_nodes:
+        cost, _, parent, above, depth, rank = heapq.heappop(heap)
+        tokens.append(ids[depth][rank])
+        parents.append(parent)
+        chances.append(math.exp(-cost))
+        number = 2 * len(tokens)
+        if rank + 1 < len(ids[depth]):
+            heapq.heappush(heap, (above - logs[depth][rank + 1], number, parent, above, depth, rank + 1))
+        if depth + 1 < len(depths):
+            below = cost - logs[depth + 1][0]
+            heapq.heappush(heap, (below, number + 1, len(tokens) - 1, cost, depth + 1, 0))
+    return DraftTree(np.array(tokens, np.int32), np.array(parents, np.int32), np.array(chances, np.float32))

@@ -28,16 +28,19 @@ class Heads:
         q = np.sort(draw.dirichlet(np.full(SUPPORT, 0.5), HEADS).astype(np.float32))[:, ::-1]
         self.q = q
         self.ids = np.stack([draw.permutation(VOCAB)[:SUPPORT] for _ in range(HEADS)]).astype(np.int32)
-        self.depths: list[int] = []
+        self.asked: list[int] = []
+
+    def depths(self, request_id: str) -> Rows:
+        return Rows(self.ids, np.log(self.q))
 
     def roots(self, request_ids: Sequence[str]) -> Rows:
-        self.depths = []
+        self.asked = []
         return self._rows([0] * len(request_ids))
 
     def nodes(self, request_ids: Sequence[str], parents: Sequence[int], tokens: Sequence[int]) -> Rows:
-        first = len(self.depths)
-        self.depths += [1 if parent == ROOT else self.depths[parent] + 1 for parent in parents]
-        return self._rows(self.depths[first:])
+        first = len(self.asked)
+        self.asked += [1 if parent == ROOT else self.asked[parent] + 1 for parent in parents]
+        return self._rows(self.asked[first:])
 
     def _rows(self, depths: Sequence[int]) -> Rows:
         return Rows(self.ids[list(depths)], np.log(self.q[list(depths)]))

@@ -10,12 +10,12 @@ import numpy as np
 import torch
 
 from vllm_ext.kernels.sparse import Float64, Int32, Sparse
-from vllm_ext.proposers.likeliest_tree import LikeliestTree
+from vllm_ext.proposers.medusa import product_tree
 from vllm_ext.proposers.sampled import ROOT
+from vllm_ext.proposers.tree import DraftTree
 from vllm_ext.training.medusa import Heads, Texts
 
 RANKS = 32
-ASKED = 64  # as of method medusa_tree
 
 
 class HeadFigures(NamedTuple):
@@ -30,54 +30,69 @@ class HeadFigures(NamedTuple):
 
 @torch.no_grad()
 def figures(
-    heads: Heads, texts: Texts, token_map: Int32, sizes: Sequence[int], most: int = 2000
+    heads: Heads, texts: Texts, token_map: Int32, sizes: Sequence[int], most: int = 4000
 ) -> HeadFigures:
-    """Draft at tokens of greedy answers as the method does, and count what verification would have accepted.
+    """Decode greedy answers as the method would, and count what verification accepts.
 
-    Steps do not go on where the last one ended, but begin at tokens spread over the answers.
+    A step begins where the last one ended: what is hard to guess takes more of them than its share of the text.
 
     Args:
         heads: trained.
         texts: held out.
         token_map: of the heads.
         sizes: nodes of trees.
-        most: places to draft at, about.
+        most: tokens of answers, about.
     """
     num_heads = len(heads.blocks)
-    places = torch.nonzero(texts.greedy & (texts.left >= num_heads))[:, 0]
-    if not len(places):
+    ends = torch.nonzero(texts.left == 0)[:, 0].tolist()
+    spans, start, tokens = [], 0, 0
+    for end in ends:
+        if bool(texts.greedy[start]) and end - start > num_heads and tokens < most:
+            spans.append((start, end))
+            tokens += end - start
+        start = end + 1
+    if not spans:
         return HeadFigures(np.zeros((num_heads, RANKS)), {}, 0)
-    places = places[:: max(len(places) // most, 1)]
-    hidden = texts.hidden[places].to(heads.lm_head.device).float()
-    ids, probabilities = [], []
-    for head in range(num_heads):
-        q = (heads.state(head, hidden) @ heads.lm_head.T).softmax(1)
-        best = q.topk(min(RANKS, q.shape[1]), 1)
-        ids.append(token_map[best.indices.cpu().numpy()])
-        probabilities.append(best.values.double().cpu().numpy())
-    # [num_heads, num_places]: the tokens that came.
-    came = np.stack([texts.top_ids[places + head + 1, 0].cpu().numpy() for head in range(num_heads)])
-    right = np.stack([(ids[head] == came[head][:, None]).mean(0) for head in range(num_heads)])
-    tokens: dict[int, list[int]] = {size: [] for size in sizes}
-    for place in range(len(places)):
-        rows = [Sparse(ids[head][place], probabilities[head][place]) for head in range(num_heads)]
+    hits = np.zeros((num_heads, RANKS))
+    trials = 0
+    steps: dict[int, list[int]] = {size: [] for size in sizes}
+    for start, end in spans:
+        hidden = texts.hidden[start : end - num_heads].to(heads.lm_head.device).float()
+        ids, q = [], []
+        for head in range(num_heads):
+            best = (
+                (heads.state(head, hidden) @ heads.lm_head.T).softmax(1).topk(min(RANKS, len(token_map)), 1)
+            )
+            ids.append(token_map[best.indices.cpu().numpy()])
+            q.append(best.values.double().cpu().numpy())
+        came = texts.top_ids[start : end + 1, 0].cpu().numpy()
+        for head in range(num_heads):
+            right = ids[head] == came[head + 1 : head + 1 + len(hidden), None]
+            hits[head, : right.shape[1]] += right.sum(0)
+        trials += len(hidden)
         for size in sizes:
-            tree = LikeliestTree(size, num_heads, ASKED)
-            while wanted := tree.wanted():
-                tree.give([rows[tree.depth(node)] for node in wanted])
-            drafts = tree.tree()
-            at, accepted = ROOT, 0
-            while accepted < num_heads:
-                below = np.flatnonzero((drafts.parents == at) & (drafts.tokens == came[accepted, place]))
-                if not len(below):
-                    break
-                at, accepted = int(below[0]), accepted + 1
-            tokens[size].append(1 + accepted)
+            place = 0
+            while place < len(hidden):
+                tree = product_tree([Sparse(ids[h][place], q[h][place]) for h in range(num_heads)], size)
+                step = 1 + _accepted(tree, came[place + 1 : place + 1 + num_heads])
+                steps[size].append(step)
+                place += step
     found = {
         size: (float(np.mean(each)), float(1.96 * np.std(each) / np.sqrt(len(each))))
-        for size, each in tokens.items()
+        for size, each in steps.items()
     }
-    return HeadFigures(right, found, len(places))
+    return HeadFigures(hits / trials, found, trials)
+
+
+def _accepted(tree: DraftTree, came: Int32) -> int:
+    """How many nodes stand on the path of the tokens that came."""
+    at = ROOT
+    for depth, token in enumerate(came.tolist()):
+        below = np.flatnonzero((tree.parents == at) & (tree.tokens == token))
+        if not len(below):
+            return depth
+        at = int(below[0])
+    return len(came)
 
 
 def per_doubling(points: Sequence[tuple[int, float]]) -> float | None:

@@ -30,7 +30,7 @@ from vllm_ext.training.sources import Source, same_settings
 
 METHODS = {"medusa": "medusa_tree"}  # by kind
 SIZES = (4, 8, 16)  # nodes of trees in the figures
-QUICK = 400  # places of the figures that are asked for while it trains
+QUICK = 1000  # tokens of the figures that are asked for while it trains
 LEAST_TOKENS = 1.2  # a step; with less heads cost more than they bring
 
 

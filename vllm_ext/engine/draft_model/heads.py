@@ -78,6 +78,10 @@ class HeadPasses(ModelPasses):
             self._depths[names[slot]] = []
         self.passes.append(Pass(time.perf_counter() - started, len(slots), len(slots)))
 
+    def depths(self, request_id: str) -> Rows:
+        """See `vllm_ext.proposers.medusa.AllDepths`."""
+        return Rows(*self._of[request_id])
+
     def roots(self, request_ids: Sequence[str]) -> Rows:
         """See `DraftModel`."""
         return self._rows_at(request_ids, [0] * len(request_ids))

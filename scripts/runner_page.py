@@ -52,7 +52,7 @@ OPTIONS = (
     ),
     ("logits processors of V1's interface", "test_sampling_rules", "test_v2_processors"),
     ("logits processors of V2's interface", "no: vLLM's V1 runner has none", "test_v2_request_states"),
-    ("recurrent layers (Mamba-2; on V1 gated delta nets too)", "test_zoo", "test_v2_recurrent"),
+    ("recurrent layers (Mamba-2, gated delta nets)", "test_zoo", "test_v2_recurrent"),
     ("tensor parallelism", "test_tensor_parallel", "no test: the interpreter runs in one process"),
 )
 

@@ -22,6 +22,12 @@ RECURRENT_HOOKS = (
     Hook(_DELTA, "QwenGatedDeltaNetAttention.forward_cpu", ("self", "hidden_states"), "calls our operator"),
     Hook(
         _DELTA,
+        "QwenGatedDeltaNetAttention._forward_core",
+        ("self", "mixed_qkv", "b", "a", "core_attn_out"),
+        "reads the rows of requests that decode, on CUDA",
+    ),
+    Hook(
+        _DELTA,
         "QwenGatedDeltaNetAttention._output_projection",
         ("self", "core_attn_out", "z"),
         "ends the layer",

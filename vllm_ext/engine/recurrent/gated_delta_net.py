@@ -7,26 +7,37 @@ Registered with vLLM instead of its own `QwenGatedDeltaNetAttention`: Qwen3-Next
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from vllm.config import get_current_vllm_config
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import QwenGatedDeltaNetAttention
 from vllm.platforms import current_platform
 from vllm.utils.torch_utils import direct_register_custom_op
 
+from vllm_ext.config import speculative
 from vllm_ext.engine.recurrent.layers import TreeLayer, step_of, stock
 from vllm_ext.engine.recurrent.rows import RecurrentRows
 
 
 class TreeGatedDeltaNet(TreeLayer, QwenGatedDeltaNetAttention):  # type: ignore[misc]  # vLLM is untyped to us
-    """vLLM's layer on a CPU; requests that decode go by our kernels."""
+    """vLLM's layer; requests that decode go by our kernels."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        # vLLM's way for drafts in chains, which does the layer's norm too.
+        if speculative.from_vllm_config(get_current_vllm_config()) is not None:
+            self.enable_fused_gdn_spec_decode = False
 
     @property
     def problem(self) -> str | None:
-        """On a CPU as of all; elsewhere vLLM has several ways through the layer, and ours is in none."""
-        return super().problem if current_platform.is_cpu() else "is a gated delta net, which only CPUs take"
+        """On CPUs and CUDA as of all; elsewhere vLLM has other ways through the layer, and ours is in none."""
+        if current_platform.is_cpu() or current_platform.is_cuda():
+            return super().problem
+        return f"is a gated delta net, which {current_platform.device_type} does not take"
 
     @property
     def sizes(self) -> tuple[int, int, int]:
@@ -60,6 +71,19 @@ class TreeGatedDeltaNet(TreeLayer, QwenGatedDeltaNetAttention):  # type: ignore[
         projected: torch.Tensor = self._output_projection(out, z)
         return projected
 
+    def _forward_core(
+        self, mixed_qkv: torch.Tensor, b: torch.Tensor, a: torch.Tensor, core_attn_out: torch.Tensor
+    ) -> None:
+        """vLLM's, on CUDA, over the rows that are not ours.
+
+        Args:
+            mixed_qkv: ``[rows, queries, keys and values]``, before the convolution.
+            b: ``[rows, num_v_heads]``.
+            a: likewise.
+            core_attn_out: ``[rows, num_v_heads, head_v_dim]``, written.
+        """
+        _split(self.prefix, super()._forward_core, self, mixed_qkv, b, a, core_attn_out)
+
     def trees(
         self, rows: RecurrentRows, mixed: torch.Tensor, b: torch.Tensor, a: torch.Tensor
     ) -> torch.Tensor:
@@ -77,6 +101,9 @@ class TreeGatedDeltaNet(TreeLayer, QwenGatedDeltaNetAttention):  # type: ignore[
         q, k, v = (part.squeeze(0).float() for part in self.rearrange_mixed_qkv(packed))
         q, k = (part * (part.square().sum(-1, keepdim=True) + 1e-6).rsqrt() for part in (q, k))
         state = self.kv_cache[1]
+        if current_platform.is_cpu():
+            # vLLM's kernels for CPUs have keys before values in memory, whatever the shape says.
+            state = state.view(*state.shape[:2], self.head_k_dim, self.head_v_dim).transpose(-1, -2)
         out = self.scanned(
             rows,
             q * self.head_k_dim**-0.5,
@@ -84,8 +111,7 @@ class TreeGatedDeltaNet(TreeLayer, QwenGatedDeltaNetAttention):  # type: ignore[
             v,
             -self.A_log.float().exp() * F.softplus(a + self.dt_bias.float()),
             b.sigmoid().contiguous(),
-            # vLLM's kernels for CPUs have keys before values in memory, whatever the shape says.
-            state.view(*state.shape[:2], self.head_k_dim, self.head_v_dim).transpose(-1, -2),
+            state,
         )
         found: torch.Tensor = out[rows.verified].to(mixed.dtype)
         return found
@@ -98,18 +124,34 @@ class TreeGatedDeltaNet(TreeLayer, QwenGatedDeltaNetAttention):  # type: ignore[
 
 
 def _core(mixed: torch.Tensor, b: torch.Tensor, a: torch.Tensor, out: torch.Tensor, layer_name: str) -> None:
-    """vLLM's operator, over the rows that are not ours."""
-    rows = step_of(layer_name)
-    own = torch.ops.vllm.cpu_gdn_attention_core
+    """vLLM's operator for CPUs, over the rows that are not ours."""
+
+    def own(*values: torch.Tensor) -> None:
+        torch.ops.vllm.cpu_gdn_attention_core(*values, layer_name)
+
+    layer: Any = get_forward_context().no_compile_layers[layer_name]
+    _split(layer_name, own, layer, mixed, b, a, out)
+
+
+def _split(
+    prefix: str,
+    own: Callable[..., None],
+    layer: TreeGatedDeltaNet,
+    mixed: torch.Tensor,
+    b: torch.Tensor,
+    a: torch.Tensor,
+    out: torch.Tensor,
+) -> None:
+    """vLLM's core of a layer where a step is vLLM's alone; else that over some rows, and ours over the others."""
+    rows = step_of(prefix)
     if rows is None:
-        own(mixed, b, a, out, layer_name)
+        own(mixed, b, a, out)
         return
     if rows.stock_rows is not None:
         part = torch.zeros_like(out[rows.stock_rows])
-        with stock(layer_name, rows):
-            own(*(values[rows.stock_rows].contiguous() for values in (mixed, b, a)), part, layer_name)
+        with stock(prefix, rows):
+            own(*(values[rows.stock_rows].contiguous() for values in (mixed, b, a)), part)
         out[rows.stock_rows] = part
-    layer: Any = get_forward_context().no_compile_layers[layer_name]
     out[rows.own] = layer.trees(rows, mixed[rows.own].contiguous(), b[rows.own], a[rows.own])
 
 

@@ -179,12 +179,12 @@ class DraftBudget:
         """By nodes of each tree, of all passes and the host together; and of one pass after the first."""
         depth, inner = self._shape(nodes)
         # One node is never followed by another.
-        more = nodes > (self.ceiling if self.one_pass else 1)
-        passes = np.where(more, np.maximum(depth - 1.0, 0.0) + self._vain, 0.0)
-        rows = np.maximum(np.rint(batch_size * inner / np.maximum(passes, 1.0)), 1).astype(np.int64)
-        each = self.pass_cost.seconds(rows, batch_size, context_tokens)
+        passes = np.where(nodes > 1, np.maximum(depth - 1.0, 0.0) + self._vain, 0.0)
         if self.one_pass:
-            each = np.zeros_like(each)  # so that no tree is finished early
+            each = np.zeros(len(nodes))
+        else:
+            rows = np.maximum(np.rint(batch_size * inner / np.maximum(passes, 1.0)), 1).astype(np.int64)
+            each = self.pass_cost.seconds(rows, batch_size, context_tokens)
         first = self.pass_cost.seconds(np.array([self.first_rows * batch_size]), batch_size, context_tokens)
         seconds = float(first[0]) + passes * each + batch_size * self._host
         if self.rest_cost is not None:

@@ -179,10 +179,15 @@ class DraftModelProposer(Proposer):
         return [next(trees) if request.has_room else DraftTree.empty() for request in requests]
 
     def _builder(self, request: Request) -> TreeBuilder:
-        num_nodes = min(request.budget_tokens, self.options.num_speculative_tokens)
-        max_depth = min(request.max_depth, self.options.max_depth, self.deepest)
         build = self.drawn if self.draws and is_drawn(request) else self.chosen
-        return build(num_nodes, max_depth)
+        return build(*self.limits(request))
+
+    def limits(self, request: Request) -> tuple[int, int]:
+        """Most nodes of a request's tree, and its deepest."""
+        return (
+            min(request.budget_tokens, self.options.num_speculative_tokens),
+            min(request.max_depth, self.options.max_depth, self.deepest),
+        )
 
 
 def is_drawn(request: Request) -> bool:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import ClassVar, Protocol
 
@@ -60,10 +60,6 @@ class Medusa(DraftModelProposer):
     one_pass: ClassVar[bool] = True
     draft: AllDepths
 
-    @classmethod
-    def check(cls, options: MedusaOptions, vocab_size: int, tokenizer_hash: Callable[[], str]) -> None:
-        """See `Proposer.check`; the folder is read where the target's shape is known."""
-
     def drawn(self, num_nodes: int, max_depth: int) -> TreeBuilder:
         """See `DraftModelProposer.drawn`."""
         return SampledTree(num_nodes, max_depth, self.chance)
@@ -81,8 +77,7 @@ class Medusa(DraftModelProposer):
             if request.has_room and not drawn[index]:
                 rows = self.draft.depths(request.request_id)
                 depths = [shaped(ids, log_q, request.sampling) for ids, log_q in zip(*rows, strict=True)]
-                num_nodes = min(request.budget_tokens, self.options.num_speculative_tokens)
-                max_depth = min(request.max_depth, self.options.max_depth, self.deepest)
+                num_nodes, max_depth = self.limits(request)
                 trees[index] = product_tree(depths[:max_depth], num_nodes)
         return trees
 

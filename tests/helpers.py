@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from vllm_ext.bench.stats import first_difference
 from vllm_ext.samplers.base import Asked
 
 # Of a request that asks for nothing else, to sampling rules.
@@ -69,6 +70,24 @@ def assert_same_logprobs(expected: Any, actual: Any) -> None:
         assert left[token].rank == pytest.approx(right[token].rank, rel=1e-2, abs=1)
         values = [sorted((entry.logprob for entry in side.values()), reverse=True) for side in (left, right)]
         assert values[0] == pytest.approx(values[1], abs=1e-3)
+
+
+def first_gaps(expected: list[Any], actual: list[Any]) -> list[float]:
+    """How much less likely plain has the other token, where an answer first parts from plain's; of those that do.
+
+    Args:
+        expected: completions with log-probabilities.
+        actual: completions.
+    """
+    gaps = []
+    for plain, answer in zip(expected, actual, strict=True):
+        place = first_difference(plain.token_ids, answer.token_ids)
+        if place is not None:
+            known = plain.logprobs[place]
+            assert answer.token_ids[place] in known
+            ids = plain.token_ids[place], answer.token_ids[place]
+            gaps.append(known[ids[0]].logprob - known[ids[1]].logprob)
+    return gaps
 
 
 def what_failed(done: subprocess.CompletedProcess[str]) -> str:

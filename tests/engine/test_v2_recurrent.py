@@ -11,11 +11,9 @@ from typing import Any
 import pytest
 import zoo
 from conftest import V2_HOST_METHOD, V2_METHOD, v2_attention, v2_engine
-from helpers import assert_same_outputs
+from helpers import assert_same_outputs, first_gaps
 from v2_requests import counters, generate, sampling, tokens
 from vllm.distributed import parallel_state
-
-from vllm_ext.bench.stats import first_difference
 
 pytestmark = pytest.mark.v2
 OPTIONS: dict[str, Any] = {"logits_processors": None, "reasoning_config": None, **zoo.RECURRENT}
@@ -69,14 +67,7 @@ def test_gated_delta_nets(
         runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner
         assert runner.speculator.chain_reason is None
         for _ in range(2):
-            gaps = []
-            for plain, answer in zip(expected, generate(llm, texts, asked), strict=True):
-                place = first_difference(plain.token_ids, answer.token_ids)
-                if place is not None:
-                    known = plain.logprobs[place]
-                    assert answer.token_ids[place] in known
-                    ids = plain.token_ids[place], answer.token_ids[place]
-                    gaps.append(known[ids[0]].logprob - known[ids[1]].logprob)
+            gaps = first_gaps(expected, generate(llm, texts, asked))
             print("gaps", gaps)
             assert max(gaps, default=0) < 0.25
         assert counters(llm)["spec_accepted_tokens"] > 30

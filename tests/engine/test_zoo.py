@@ -9,11 +9,10 @@ import pytest
 import zoo
 import zoo_comparison
 from conftest import engine
-from helpers import assert_same_outputs
+from helpers import assert_same_outputs, first_gaps
 from v2_requests import counters, generate, sampling
 from zoo_comparison import ENGINE, METHODS, NODES, PROMPTS, Plain, Zoo
 
-from vllm_ext.bench.stats import first_difference
 from vllm_ext.doctor import model as doctor
 
 pytestmark = pytest.mark.engine
@@ -69,15 +68,8 @@ def test_bfloat16_answers_part_from_plain_ones_at_near_ties(models: Zoo, name: s
     options = {**ENGINE, **zoo.OPTIONS[name], "dtype": "bfloat16"}
     for llm in engine(folder, **options):
         plain = generate(llm, PROMPTS, asked)
-    gaps = []
     for llm in engine(folder, models.options("token_recycling"), **options):
-        for expected, answer in zip(plain, generate(llm, PROMPTS, asked), strict=True):
-            place = first_difference(expected.token_ids, answer.token_ids)
-            if place is not None:
-                known = expected.logprobs[place]
-                assert answer.token_ids[place] in known
-                ids = expected.token_ids[place], answer.token_ids[place]
-                gaps.append(known[ids[0]].logprob - known[ids[1]].logprob)
+        gaps = first_gaps(plain, generate(llm, PROMPTS, asked))
         assert counters(llm)["fallbacks:model_chain"] == 0
     print("gaps", gaps)
     assert max(gaps, default=0) < 0.25

@@ -25,9 +25,8 @@ from typer.testing import CliRunner
 from vllm_ext.cli.train import draft, train_app
 from vllm_ext.data import answers as draft_data
 from vllm_ext.data.answers import Answer
-from vllm_ext.training import draft_model, sources
+from vllm_ext.training import draft_model, sources, timed
 from vllm_ext.training.draft_model import (
-    CHECKPOINT,
     Batches,
     Estimate,
     Recipe,
@@ -42,6 +41,7 @@ from vllm_ext.training.draft_model import (
     split,
     train,
 )
+from vllm_ext.training.timed import CHECKPOINT
 
 VOCAB, TOP_K = 64, 4
 SHAPE = Shape(hidden_size=32, num_layers=1, num_heads=2, intermediate_size=32)
@@ -119,7 +119,7 @@ def test_training_learns_the_targets_distribution_and_goes_on(
 ) -> None:
     # Looked at twice a step: 250 steps, however fast the machine is.
     clock = itertools.count(0.0, 6.0 / 500)
-    monkeypatch.setattr(draft_model, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    monkeypatch.setattr(timed, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
     learnt, held_out = split(answers(200), 2, Recipe())
     assert len(held_out) == 10
     assert len(learnt) == 190

@@ -17,8 +17,6 @@ from vllm_ext.engine.models.medusa_heads import MedusaHeads
 from vllm_ext.training.draft_model import Recipe
 from vllm_ext.training.head_figures import figures, per_doubling
 from vllm_ext.training.medusa import (
-    ASKED,
-    CURVE,
     Heads,
     MedusaShape,
     Texts,
@@ -28,6 +26,7 @@ from vllm_ext.training.medusa import (
     save,
     train,
 )
+from vllm_ext.training.timed import ASKED, CURVE
 
 VOCAB, WIDTH = 48, 32
 SHAPE = MedusaShape(num_heads=3, num_layers=1, num_rows=40)

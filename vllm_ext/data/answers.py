@@ -50,6 +50,18 @@ class Answer:
         return bool((self.tokens[self.num_prompt_tokens :] == self.top_ids[:, 0]).all())
 
 
+def leading(answers: Sequence[Answer], most_tokens: int) -> tuple[list[Answer], int]:
+    """The first answers until they have so many output tokens, and how many these are."""
+    kept: list[Answer] = []
+    tokens = 0
+    for answer in answers:
+        if tokens >= most_tokens:
+            break
+        kept.append(answer)
+        tokens += len(answer.top_ids)
+    return kept, tokens
+
+
 def generate(
     model: str,
     chats: Sequence[list[dict[str, Any]]],

@@ -88,8 +88,9 @@ class Speculation(Feature):
         slots = ("DraftSlots",) if isinstance(asked.method.options, PassOptions) else ()
         if asked.on_v2:
             return (*slots, "StructuredDrafts", *(("Budget",) if _has_levels(vllm_config) else ()))
-        asks_model = issubclass(asked.method.proposer_class, DraftModelProposer)
-        return "DraftCounts", *(slots or (() if asks_model else ("StructuredDrafts",)))
+        if issubclass(asked.method.proposer_class, DraftModelProposer):
+            return "DraftCounts", *slots
+        return "DraftCounts", "StructuredDrafts"
 
     def settings(self, asked: Asked) -> dict[str, Any]:
         return {} if asked.method is None else {speculative.SPECULATION: asked.method.to_additional_config()}

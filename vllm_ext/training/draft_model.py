@@ -17,12 +17,9 @@ sampled softmax (arXiv 1412.2007, section 3). Layers of the target: as DistilBER
 
 from __future__ import annotations
 
-import json
 import math
-import os
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,11 +29,9 @@ import torch
 from vllm_ext.data.answers import Answer
 from vllm_ext.data.atomic_files import Progress
 from vllm_ext.kernels.sparse import Int32
+from vllm_ext.training.timed import train_for
 
-WARM_UP = 0.05  # of the steps
 OTHERS = 4096  # tokens drawn in a step from those that do not stand in its answers
-CHECKPOINT = "checkpoint.pt"
-CURVE = "training.json"
 
 
 @dataclass(frozen=True)
@@ -298,68 +293,26 @@ def train(
     device = str(next(model.parameters()).device)
     batches = Batches(answers, recipe, device)
     noise = torch.Generator()
-    learning = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(
-        learning, lr=recipe.learning_rate, betas=(0.9, 0.95), weight_decay=0.01, fused=True
+        [parameter for parameter in model.parameters() if parameter.requires_grad],
+        lr=recipe.learning_rate,
+        betas=(0.9, 0.95),
+        weight_decay=0.01,
+        fused=True,
     )
     products = torch.autocast(torch.device(device).type, torch.bfloat16, enabled=multiplies_bfloat16(device))
-    step, spent = 0, 0.0
-    curve: list[dict[str, float]] = []
-    file = folder / CHECKPOINT
-    if file.exists():
-        saved = torch.load(file, map_location=device, weights_only=True)
-        model.load_state_dict(saved["model"])
-        optimizer.load_state_dict(saved["optimizer"])
-        step, spent, curve = saved["step"], saved["spent"], saved["curve"]
-    budget = 60.0 * recipe.minutes
-    model.train()
-    began, saved_at = time.perf_counter() - spent, time.perf_counter()
-    running: list[float] = []
-    while (spent := time.perf_counter() - began) < budget:
-        share = spent / budget
-        rate = recipe.learning_rate * min(share / WARM_UP, 0.5 + 0.5 * math.cos(math.pi * share))
-        for group in optimizer.param_groups:
-            group["lr"] = rate
+
+    def loss_at(step: int) -> torch.Tensor:
         ids, mask, top_ids, top_logp = batches.at(step)
         noise.manual_seed((recipe.seed << 32) + step)
         with products:
             hidden = model.model(input_ids=ids).last_hidden_state[mask]
             logits, places = candidates(model.lm_head.weight, hidden, top_ids, noise)
-        loss = loss_of(logits, places, top_logp)
-        optimizer.zero_grad(set_to_none=True)
-        loss.backward()  # type: ignore[no-untyped-call]
-        torch.nn.utils.clip_grad_norm_(learning, 1.0)
-        optimizer.step()
-        step += 1
-        running.append(loss.item())
-        if len(running) == 20:
-            curve.append({"step": step, "seconds": spent, "loss": sum(running) / len(running)})
-            running.clear()
-        report("training", int(spent), int(budget))
-        if time.perf_counter() - saved_at > recipe.checkpoint_seconds:
-            _save_checkpoint(file, model, optimizer, step, spent, curve)
-            log(
-                f"step {step}, {spent / 60:.1f} minutes: loss {curve[-1]['loss'] if curve else running[-1]:.3f}"
-            )
-            saved_at = time.perf_counter()
-    _save_checkpoint(file, model, optimizer, step, spent, curve)
-    (folder / CURVE).write_text(json.dumps({"recipe": asdict(recipe), "curve": curve}, indent=1))
+        return loss_of(logits, places, top_logp)
+
+    model.train()
+    curve, _ = train_for(model, optimizer, loss_at, recipe, folder, report, log)
     return curve
-
-
-def _save_checkpoint(file: Path, model: Any, optimizer: Any, step: int, spent: float, curve: Any) -> None:
-    part = file.with_suffix(".part")
-    torch.save(
-        {
-            "model": model.state_dict(),
-            "optimizer": optimizer.state_dict(),
-            "step": step,
-            "spent": spent,
-            "curve": curve,
-        },
-        part,
-    )
-    os.replace(part, file)
 
 
 @torch.inference_mode()

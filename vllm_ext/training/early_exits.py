@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from vllm_ext.data.answers import Answer
+from vllm_ext.data.answers import Answer, leading
 from vllm_ext.data.atomic_files import Progress
 from vllm_ext.training.draft_model import Batches, Recipe, candidates, loss_of
 
@@ -68,12 +68,7 @@ def features(
             f"exits {wrong} are not allowed; allowed: 1 to {layers - 1}, of a model with {layers} layers"
         )
     device = str(next(model.parameters()).device)
-    kept: list[Answer] = []
-    tokens = 0
-    for answer in answers:
-        if tokens < most_tokens:
-            kept.append(answer)
-            tokens += len(answer.top_ids)
+    kept, tokens = leading(answers, most_tokens)
     batches = Batches(kept, Recipe(batch_tokens=1024), device)
     found: dict[int, list[torch.Tensor]] = {exit_layer: [] for exit_layer in exits}
     last, tops, logps, done = [], [], [], 0

@@ -12,31 +12,27 @@ weighs ``0.8**i``. Deviations: distributions instead of tokens, one language hea
 from __future__ import annotations
 
 import json
-import math
-import os
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from vllm_ext.data.answers import Answer
+from vllm_ext.data.answers import Answer, leading
 from vllm_ext.data.atomic_files import Progress
 from vllm_ext.kernels.sparse import Int32
-from vllm_ext.training.draft_model import WARM_UP, Batches, Recipe, multiplies_bfloat16
+from vllm_ext.training.draft_model import Batches, Recipe, multiplies_bfloat16
+from vllm_ext.training.timed import train_for
 
 DECAY = 0.8  # of the heads' weights in the loss
-ASKED = (0.125, 0.25, 0.5)  # of the minutes, when it is asked what the heads are worth; and at their end
-CHECKPOINT, CURVE = "medusa.pt", "training.json"
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
 
 
 @dataclass(frozen=True)
 class MedusaShape:
-    """Of the heads."""
+    """How many heads there are, and how large they are."""
 
     num_heads: int = 4
     num_layers: int = 1  # of each head's residual block
@@ -96,12 +92,7 @@ def read(model: Any, answers: Sequence[Answer], most_tokens: int, report: Progre
         report: progress in tokens.
     """
     device = str(next(model.parameters()).device)
-    kept: list[Answer] = []
-    tokens = 0
-    for answer in answers:
-        if tokens < most_tokens:
-            kept.append(answer)
-            tokens += len(answer.top_ids)
+    kept, tokens = leading(answers, most_tokens)
     batches = Batches(kept, Recipe(batch_tokens=1024), device)
     parts: list[list[torch.Tensor]] = [[] for _ in range(5)]
     done = 0
@@ -174,29 +165,9 @@ def train(
         heads.parameters(), lr=recipe.learning_rate, betas=(0.9, 0.95), weight_decay=0.0
     )
     products = torch.autocast(device.type, torch.bfloat16, enabled=multiplies_bfloat16(device.type))
-    step, spent = 0, 0.0
-    curve: list[dict[str, float]] = []
-    points: list[tuple[int, float]] = []
-    file = folder / CHECKPOINT
-    if file.exists():
-        saved = torch.load(file, map_location=device, weights_only=True)
-        heads.load_state_dict(saved["heads"])
-        optimizer.load_state_dict(saved["optimizer"])
-        step, spent, curve, points = (saved[name] for name in ("step", "spent", "curve", "points"))
-    budget = 60.0 * recipe.minutes
-    began, saved_at = time.perf_counter() - spent, time.perf_counter()
-    running: list[float] = []
     last = len(texts.hidden) - len(heads.blocks) - 1
-    asked = [share for share in ASKED if share * budget > spent]
-    while (spent := time.perf_counter() - began) < budget:
-        if worth is not None and asked and spent > asked[0] * budget:
-            asked.pop(0)
-            points.append((step * recipe.batch_tokens, worth()))
-            began += time.perf_counter() - began - spent
-        share = spent / budget
-        rate = recipe.learning_rate * min(share / WARM_UP, 0.5 + 0.5 * math.cos(math.pi * share))
-        for group in optimizer.param_groups:
-            group["lr"] = rate
+
+    def loss_at(step: int) -> torch.Tensor:
         draw = np.random.default_rng([recipe.seed, step])
         rows = torch.from_numpy(draw.integers(0, max(last, 1), size=min(recipe.batch_tokens, last)))
         hidden = texts.hidden[rows].to(device).float()
@@ -209,36 +180,10 @@ def train(
                 logits = (heads.state(head, hidden[there.to(device)]) @ heads.lm_head.T).float()
                 own = loss_of(logits, places[target].to(device), texts.top_logp[target].to(device))
                 loss = loss + DECAY**head * own
-        optimizer.zero_grad(set_to_none=True)
-        loss.backward()  # type: ignore[no-untyped-call]
-        torch.nn.utils.clip_grad_norm_(heads.parameters(), 1.0)
-        optimizer.step()
-        step += 1
-        running.append(loss.item())
-        if len(running) == 20:
-            curve.append({"step": step, "seconds": spent, "loss": sum(running) / len(running)})
-            running.clear()
-        report("training", int(spent), int(budget))
-        if time.perf_counter() - saved_at > recipe.checkpoint_seconds:
-            _save_checkpoint(file, heads, optimizer, (step, spent, curve, points))
-            log(
-                f"step {step}, {spent / 60:.1f} minutes: loss {curve[-1]['loss'] if curve else running[-1]:.3f}"
-            )
-            saved_at = time.perf_counter()
-    _save_checkpoint(file, heads, optimizer, (step, spent, curve, points))
-    (folder / CURVE).write_text(json.dumps({"recipe": asdict(recipe), "curve": curve}, indent=1))
-    if worth is not None:
-        points.append((step * recipe.batch_tokens, worth()))
-    return curve, points
+        return loss
 
-
-def _save_checkpoint(
-    file: Path, heads: Heads, optimizer: torch.optim.Optimizer, progress: tuple[int, float, Any, Any]
-) -> None:
-    part = file.with_suffix(".part")
-    state = {"heads": heads.state_dict(), "optimizer": optimizer.state_dict()}
-    torch.save({**state, **dict(zip(("step", "spent", "curve", "points"), progress, strict=True))}, part)
-    os.replace(part, file)
+    curve, points = train_for(heads, optimizer, loss_at, recipe, folder, report, log, worth)
+    return curve, [(step * recipe.batch_tokens, each) for step, each in points]
 
 
 def save(heads: Heads, token_map: Int32, vocab_size: int, dtype: torch.dtype, folder: Path) -> None:

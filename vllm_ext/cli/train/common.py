@@ -10,10 +10,20 @@ from typing import Annotated, Any
 
 import typer
 
-# Options that all commands have.
+# Options that commands share.
+Target = Annotated[
+    str, typer.Option("--model", "--target", help="The model to draft for: folder or Hugging Face id.")
+]
 Prompts = Annotated[
     list[str] | None,
     typer.Option(help="JSONL file of prompts, as `vllm-ext bench` takes them; may be given several times."),
+]
+Answers = Annotated[
+    list[Path] | None,
+    typer.Option(
+        help="Folder of answers that a server with `export_dir` has kept, instead of prompts; may be given "
+        "several times."
+    ),
 ]
 OwnPrompts = Annotated[
     int,

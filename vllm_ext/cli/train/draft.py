@@ -13,6 +13,7 @@ from rich.console import Console
 
 from vllm_ext.cli.output.console import errors_of, progress_on, say
 from vllm_ext.cli.train.common import (
+    Answers,
     Device,
     Dtype,
     MaxNumSeqs,
@@ -20,6 +21,7 @@ from vllm_ext.cli.train.common import (
     Prompts,
     Samples,
     Seed,
+    Target,
     TopK,
     Verbose,
     check_layers,
@@ -41,20 +43,12 @@ LEARNT_BY_HEART = 2.0  # times better on what it learnt from
 
 
 def draft_command(
-    target: Annotated[
-        str, typer.Option("--model", "--target", help="The model to draft for: folder or Hugging Face id.")
-    ],
+    target: Target,
     output: Annotated[
         Path, typer.Option(help="Folder of the draft model. Its `work` holds answers and checkpoint.")
     ],
     prompts: Prompts = None,
-    answers: Annotated[
-        list[Path] | None,
-        typer.Option(
-            help="Folder of answers that a server with `export_dir` has kept, instead of prompts; may be given "
-            "several times."
-        ),
-    ] = None,
+    answers: Answers = None,
     start: Annotated[
         Path | None,
         typer.Option(help="Draft model to go on from, instead of a new one; its shape is kept."),

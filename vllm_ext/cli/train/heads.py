@@ -13,6 +13,7 @@ from rich.console import Console
 
 from vllm_ext.cli.output.console import errors_of, progress_on, say
 from vllm_ext.cli.train.common import (
+    Answers,
     Device,
     Dtype,
     MaxNumSeqs,
@@ -20,6 +21,7 @@ from vllm_ext.cli.train.common import (
     Prompts,
     Samples,
     Seed,
+    Target,
     TopK,
     Verbose,
     causal_model,
@@ -35,21 +37,13 @@ LEAST_TOKENS = 1.2  # a step; with less heads cost more than they bring
 
 
 def heads_command(
-    target: Annotated[
-        str, typer.Option("--model", "--target", help="The model to draft for: folder or Hugging Face id.")
-    ],
+    target: Target,
     output: Annotated[
         Path, typer.Option(help="Folder of the heads. Its `work` holds answers and checkpoint.")
     ],
     kind: Annotated[str, typer.Option(help="medusa.")] = "medusa",
     prompts: Prompts = None,
-    answers: Annotated[
-        list[Path] | None,
-        typer.Option(
-            help="Folder of answers that a server with `export_dir` has kept, instead of prompts; may be given "
-            "several times."
-        ),
-    ] = None,
+    answers: Answers = None,
     num_heads: Annotated[int, typer.Option(min=1, max=16, help="Depths of the tree.")] = 4,
     num_layers: Annotated[int, typer.Option(min=1, max=8, help="Of each head.")] = 1,
     vocabulary: Annotated[

@@ -50,7 +50,7 @@ class Pass(NamedTuple):
 
 
 class ModelPasses(ABC):
-    """What drafts, and its passes. See `vllm_ext.proposers.draft_model.DraftModel`."""
+    """A draft model or heads, and their passes. See `vllm_ext.proposers.draft_model.DraftModel`."""
 
     def __init__(self) -> None:
         self.layers: list[str] = []  # names of the attention layers it runs

@@ -19,7 +19,7 @@ from vllm.platforms import current_platform
 from vllm.utils.torch_utils import direct_register_custom_op
 
 from vllm_ext.config import speculative
-from vllm_ext.engine.recurrent.layers import TreeLayer, step_of, stock
+from vllm_ext.engine.recurrent.layers import TreeLayer, read_by_vllm, step_of
 from vllm_ext.engine.recurrent.rows import RecurrentRows
 
 
@@ -82,7 +82,22 @@ class TreeGatedDeltaNet(TreeLayer, QwenGatedDeltaNetAttention):  # type: ignore[
             a: likewise.
             core_attn_out: ``[rows, num_v_heads, head_v_dim]``, written.
         """
-        _split(self.prefix, super()._forward_core, self, mixed_qkv, b, a, core_attn_out)
+        self.core(super()._forward_core, mixed_qkv, b, a, core_attn_out)
+
+    def core(self, theirs: Callable[..., None], *parts: torch.Tensor) -> None:
+        """vLLM's core of a layer over the rows that are not ours, and ours over the others.
+
+        Args:
+            theirs: vLLM's; takes what is convolved, ``b``, ``a`` and what is written.
+            parts: these.
+        """
+        rows = step_of(self.prefix)
+        if rows is None:
+            theirs(*parts)
+            return
+        mixed, b, a, out = parts
+        read_by_vllm(self.prefix, rows, theirs, (mixed, b, a), out)
+        out[rows.own] = self.trees(rows, mixed[rows.own].contiguous(), b[rows.own], a[rows.own])
 
     def trees(
         self, rows: RecurrentRows, mixed: torch.Tensor, b: torch.Tensor, a: torch.Tensor
@@ -130,29 +145,7 @@ def _core(mixed: torch.Tensor, b: torch.Tensor, a: torch.Tensor, out: torch.Tens
         torch.ops.vllm.cpu_gdn_attention_core(*values, layer_name)
 
     layer: Any = get_forward_context().no_compile_layers[layer_name]
-    _split(layer_name, own, layer, mixed, b, a, out)
-
-
-def _split(
-    prefix: str,
-    own: Callable[..., None],
-    layer: TreeGatedDeltaNet,
-    mixed: torch.Tensor,
-    b: torch.Tensor,
-    a: torch.Tensor,
-    out: torch.Tensor,
-) -> None:
-    """vLLM's core of a layer where a step is vLLM's alone; else that over some rows, and ours over the others."""
-    rows = step_of(prefix)
-    if rows is None:
-        own(mixed, b, a, out)
-        return
-    if rows.stock_rows is not None:
-        part = torch.zeros_like(out[rows.stock_rows])
-        with stock(prefix, rows):
-            own(*(values[rows.stock_rows].contiguous() for values in (mixed, b, a)), part)
-        out[rows.stock_rows] = part
-    out[rows.own] = layer.trees(rows, mixed[rows.own].contiguous(), b[rows.own], a[rows.own])
+    layer.core(own, mixed, b, a, out)
 
 
 def _shape_only(

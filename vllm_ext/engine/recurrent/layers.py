@@ -3,8 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -142,12 +141,29 @@ def step_of(prefix: str) -> RecurrentRows | None:
     return found if isinstance(found, RecurrentRows) else None
 
 
-@contextmanager
-def stock(prefix: str, rows: RecurrentRows) -> Iterator[None]:
-    """Where vLLM's layer reads the requests that are not ours."""
+def read_by_vllm(
+    prefix: str,
+    rows: RecurrentRows,
+    theirs: Callable[..., None],
+    inputs: Sequence[torch.Tensor],
+    out: torch.Tensor,
+) -> None:
+    """Have vLLM's layer read the rows of a step that are not ours, if there are any.
+
+    Args:
+        prefix: the layer's name.
+        rows: the step.
+        theirs: takes ``inputs`` and what it writes.
+        inputs: each ``[rows, ...]``.
+        out: ``[rows, ...]``, of which these rows are written.
+    """
+    if rows.stock_rows is None:
+        return
+    part = torch.zeros_like(out[rows.stock_rows])
     metadata = get_forward_context().attn_metadata
     metadata[prefix] = rows.stock
     try:
-        yield
+        theirs(*(values[rows.stock_rows].contiguous() for values in inputs), part)
     finally:
         metadata[prefix] = rows
+    out[rows.stock_rows] = part

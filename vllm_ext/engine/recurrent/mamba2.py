@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
 
-from vllm_ext.engine.recurrent.layers import TreeLayer, step_of, stock
+from vllm_ext.engine.recurrent.layers import TreeLayer, read_by_vllm, step_of
 from vllm_ext.engine.recurrent.rows import RecurrentRows
 
 
@@ -40,11 +40,7 @@ class TreeMambaMixer2(TreeLayer, MambaMixer2):  # type: ignore[misc]  # vLLM is 
         if rows is None:
             super().conv_ssm_forward(projected_states, output)
             return
-        if rows.stock_rows is not None:
-            part = torch.empty_like(output[rows.stock_rows])
-            with stock(self.prefix, rows):
-                super().conv_ssm_forward(projected_states[rows.stock_rows].contiguous(), part)
-            output[rows.stock_rows] = part
+        read_by_vllm(self.prefix, rows, super().conv_ssm_forward, (projected_states,), output)
         output[rows.own] = self._trees(rows, projected_states[rows.own, self.tped_intermediate_size :])
 
     def _trees(self, rows: RecurrentRows, inputs: torch.Tensor) -> torch.Tensor:

@@ -108,6 +108,7 @@ class GoodputBudget:
         self._cost_savings = MOST_SAVINGS
         self._idle_savings = 0.0
         self._state: dict[str, float] = {}
+        self.rate = 0.0  # tokens per second that the last choice is expected to put out
 
     def choose(
         self, request_ids: Sequence[str], probabilities: Sequence[Float32], context_tokens: int
@@ -151,6 +152,7 @@ class GoodputBudget:
         nodes: list[int] = np.bincount(owner[order[:best]], minlength=batch_size).tolist()
         for request, count in zip(requests, nodes, strict=True):
             request.nodes = count
+        self.rate = float(rate[best])
         self._state = {
             "step_seconds": float(seconds[best]),
             "nodes_per_request": best / batch_size,

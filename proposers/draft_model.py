@@ -10,7 +10,7 @@ so that greedy and seeded output is what it is without drafts, token for token.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Protocol
 
 import numpy as np
@@ -107,7 +107,8 @@ class DraftModelProposer(Proposer):
     least_reach = 0.0  # set by the adapter: see `sampled.grow`
     deepest = 32  # set by the adapter: nodes of which the draft knows something
     draws = True  # whether requests that sample get drawn trees; not where these are fused with others
-    one_pass: ClassVar[bool] = False  # whether the first pass tells all depths; such may be fused
+    fuses: ClassVar[bool] = False  # whether it may be one of a hybrid's drafters
+    blind: Container[str] = frozenset()  # set by the adapter: requests that the draft can say nothing of
 
     def __init__(self, options: Any) -> None:
         self.options = options
@@ -149,7 +150,7 @@ class DraftModelProposer(Proposer):
         """See `Proposer.propose`. A drawn tree is to be verified as it is, not cut by what it holds."""
         self.passes = 0
         self.reached = {}
-        asked = [request for request in requests if request.has_room]
+        asked = [request for request in requests if self.drafts(request)]
         if not asked:
             return [DraftTree.empty() for _ in requests]
         builders = [self._builder(request) for request in asked]
@@ -176,7 +177,11 @@ class DraftModelProposer(Proposer):
         grow(builders, distributions, self.least_reach)
         self.reached = {r.request_id: b.reached for r, b in zip(asked, builders, strict=True)}
         trees = iter(builder.tree() for builder in builders)
-        return [next(trees) if request.has_room else DraftTree.empty() for request in requests]
+        return [next(trees) if self.drafts(request) else DraftTree.empty() for request in requests]
+
+    def drafts(self, request: Request) -> bool:
+        """Whether a request gets a tree."""
+        return request.has_room and request.request_id not in self.blind
 
     def _builder(self, request: Request) -> TreeBuilder:
         build = self.drawn if self.draws and is_drawn(request) else self.chosen

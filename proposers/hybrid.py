@@ -26,6 +26,7 @@ from vllm_ext.proposers import registry
 from vllm_ext.proposers.base import MethodOptions, Proposer, Request, VerifiedRows
 from vllm_ext.proposers.calibration import Calibration
 from vllm_ext.proposers.draft_model import DraftModelProposer
+from vllm_ext.proposers.eagle import EagleOptions
 from vllm_ext.proposers.medusa import MedusaOptions
 from vllm_ext.proposers.tree import DraftTree, Float32
 
@@ -35,6 +36,7 @@ BOUNDS: Float32 = np.array(
 MAX_DRAFTERS = 4  # 15 sets times 13 bins are 195 groups; a group is a byte
 # Prior: a bin's middle, for one drafter; every further one that agrees takes a third off the doubt.
 AGREEMENT = 2 / 3
+ASKING = ("eagle_tree", "medusa_tree")  # that ask heads
 
 
 class HybridOptions(MethodOptions):
@@ -57,6 +59,8 @@ class HybridOptions(MethodOptions):
                 raise ValueError(
                     f"{name!r} is there more than once, which proposes nothing new; name each method once"
                 )
+        if len(asking := [name for name in names if name in ASKING]) > 1:
+            raise ValueError(f"{' and '.join(asking)} both read the target's hidden states; name one of them")
         return drafters
 
 
@@ -76,7 +80,7 @@ def make_options(drafter: dict[str, Any] | str) -> tuple[type[Proposer], MethodO
         if field in options:
             raise ValueError(f"drafters: {field} is an option of the whole; move it out of {name}'s")
     proposer = registry.load_method(name)
-    if issubclass(proposer, DraftModelProposer) and not proposer.one_pass:
+    if issubclass(proposer, DraftModelProposer) and not proposer.fuses:
         raise ValueError(
             f"drafters: {name!r} drafts with passes of a model, which cannot be fused yet; leave it out"
         )
@@ -92,13 +96,13 @@ def make_options(drafter: dict[str, Any] | str) -> tuple[type[Proposer], MethodO
         ) from error
 
 
-def heads_of(options: MethodOptions) -> MedusaOptions | None:
+def heads_of(options: MethodOptions) -> EagleOptions | MedusaOptions | None:
     """The heads that a method drafts with, alone or among others; None: with none."""
-    if isinstance(options, MedusaOptions):
+    if isinstance(options, EagleOptions | MedusaOptions):
         return options
     if isinstance(options, HybridOptions):
         own = [own for _, own in map(make_options, options.drafters)]
-        return next((each for each in own if isinstance(each, MedusaOptions)), None)
+        return next((each for each in own if isinstance(each, EagleOptions | MedusaOptions)), None)
     return None
 
 

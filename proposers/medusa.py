@@ -57,7 +57,7 @@ class Medusa(DraftModelProposer):
     Options: ClassVar[type[MethodOptions]] = MedusaOptions
     on_v2 = None
     why_v1 = "reads hidden states that V2 does not hand out yet"
-    one_pass: ClassVar[bool] = True
+    fuses: ClassVar[bool] = True
     draft: AllDepths
 
     def drawn(self, num_nodes: int, max_depth: int) -> TreeBuilder:

@@ -25,6 +25,7 @@ METHODS: dict[str, str] = {
     "layerskip": "vllm_ext.proposers.layerskip:LayerSkip",
     "del": "vllm_ext.proposers.dynamic_exit:DynamicExit",
     "unified_skip": "vllm_ext.proposers.unified_skip:UnifiedSkip",
+    "eagle_tree": "vllm_ext.proposers.eagle:Eagle",
     "medusa_tree": "vllm_ext.proposers.medusa:Medusa",
     "spectr": "vllm_ext.proposers.spectr:SpecTr",
 }

@@ -7,10 +7,21 @@ import json
 import math
 import shutil
 from pathlib import Path
+from typing import Any
 
 import torch
+from vllm import SamplingParams
 
 VOCAB, WIDTH = 1024, 128
+# Of engines, and of requests.
+OPTIONS: dict[str, Any] = {"max_model_len": 512, "max_num_seqs": 4, "block_size": 32}
+KINDS = [
+    SamplingParams(temperature=0, max_tokens=60, ignore_eos=True),
+    SamplingParams(temperature=0.8, seed=3, max_tokens=80, ignore_eos=True),
+    SamplingParams(temperature=1.2, seed=4, max_tokens=60, repetition_penalty=1.1, ignore_eos=True),
+    SamplingParams(temperature=0, max_tokens=70, presence_penalty=0.5, ignore_eos=True),
+    SamplingParams(temperature=0.6, seed=5, max_tokens=80, logprobs=1, ignore_eos=True),
+]
 
 
 def write(

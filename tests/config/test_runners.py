@@ -127,8 +127,8 @@ def test_where_methods_draft_on_v2() -> None:
     places = {name: load_method(name).on_v2 for name in METHODS}
     with_model = {name for name in METHODS if issubclass(load_method(name), DraftModelProposer)}
     on_device = {name for name, place in places.items() if place == "device"}
-    assert {name for name, place in places.items() if place is None} == {"del", "medusa_tree"}
-    assert on_device == with_model - {"del", "medusa_tree"} | {"token_recycling", "hybrid"}
+    assert {name for name, place in places.items() if place is None} == {"del", "eagle_tree", "medusa_tree"}
+    assert on_device == with_model - {"del", "eagle_tree", "medusa_tree"} | {"token_recycling", "hybrid"}
 
 
 def test_draft_models_have_their_slots_on_v2(model_dir: str, with_triton: None) -> None:

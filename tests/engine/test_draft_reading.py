@@ -11,7 +11,8 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from vllm_ext.engine.draft_model.separate import SeparateModel, packed
+from vllm_ext.engine.draft_model.own_caches import packed
+from vllm_ext.engine.draft_model.separate import SeparateModel
 
 BLOCK = 4
 

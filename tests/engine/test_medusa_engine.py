@@ -12,18 +12,11 @@ import tiny_heads
 from conftest import engine
 from distribution import BLOCK_SIZE, SAMPLES, distort, expected, least_p_value, p_value, sample
 from helpers import assert_same_outputs, generate, long_and_short_prompts, preemptions
+from tiny_heads import KINDS, OPTIONS
 from v2_requests import counters
 from vllm import SamplingParams
 
 pytestmark = pytest.mark.engine
-OPTIONS: dict[str, Any] = {"max_model_len": 512, "max_num_seqs": 4, "block_size": 32}
-KINDS = [
-    SamplingParams(temperature=0, max_tokens=60, ignore_eos=True),
-    SamplingParams(temperature=0.8, seed=3, max_tokens=80, ignore_eos=True),
-    SamplingParams(temperature=1.2, seed=4, max_tokens=60, repetition_penalty=1.1, ignore_eos=True),
-    SamplingParams(temperature=0, max_tokens=70, presence_penalty=0.5, ignore_eos=True),
-    SamplingParams(temperature=0.6, seed=5, max_tokens=80, logprobs=1, ignore_eos=True),
-]
 
 
 def medusa(model: str, nodes: int = 12, budget: str = "fixed") -> dict[str, Any]:

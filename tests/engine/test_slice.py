@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny_eagle
 import tiny_heads
 from conftest import engine
 from distribution import BLOCK_SIZE, SAMPLES, expected, least_p_value, p_value, sample
@@ -38,11 +39,9 @@ def method(
     slice_dir: str, tested_method: dict[str, Any], tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, Any]:
     """The tested one; corpus and heads are the slice's, whose tokenizer has fewer tokens than the model's."""
-    if tested_method["method"] == "medusa_tree":
-        return {
-            **tested_method,
-            "model": tiny_heads.random(tmp_path_factory.mktemp("heads"), Path(slice_dir)),
-        }
+    kinds = {"eagle_tree": tiny_eagle, "medusa_tree": tiny_heads}
+    if kind := kinds.get(tested_method["method"]):
+        return {**tested_method, "model": kind.random(tmp_path_factory.mktemp("heads"), Path(slice_dir))}
     if "datastore" not in tested_method:
         return tested_method
     store = tmp_path_factory.mktemp("corpus") / "store"

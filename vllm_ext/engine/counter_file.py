@@ -22,7 +22,13 @@ from pathlib import Path
 logger = logging.getLogger("vllm.vllm_ext")
 
 # Why a step of a request went on with less than the method could do: without drafts, or with a chain.
-FALLBACK_REASONS = ("proposer_error", "structured_output_chain", "no_grammar", "model_chain")
+FALLBACK_REASONS = (
+    "proposer_error",
+    "structured_output_chain",
+    "no_grammar",
+    "model_chain",
+    "hidden_states_missing",
+)
 
 DOCUMENTATION = {
     "spec_draft_tokens": "Draft tokens (tree nodes) verified by the target.",

@@ -15,13 +15,14 @@ from vllm.logger import init_logger
 from vllm_ext import __version__, patches
 from vllm_ext.config import processors, refusals, runners, schedulers, speculative
 from vllm_ext.config.speculative import Settings
-from vllm_ext.engine.models import layer_slices, medusa_heads, second_model
+from vllm_ext.engine.models import eagle_head, layer_slices, medusa_heads, second_model
 from vllm_ext.engine.processors import v1_interface
 from vllm_ext.engine.state import state_file
 from vllm_ext.features import class_paths
 from vllm_ext.features.base import Asked, Feature, vocabulary
 from vllm_ext.proposers import level_budget
 from vllm_ext.proposers.draft_model import DraftModelOptions, DraftModelProposer, PassOptions
+from vllm_ext.proposers.eagle import EagleOptions
 from vllm_ext.proposers.hybrid import heads_of
 from vllm_ext.proposers.self_draft import SelfDraftOptions
 
@@ -64,7 +65,7 @@ class Speculation(Feature):
         refusals.check_runner(args, asked.method.method, asked.runner)
         if args.scheduler_cls is not None and asked.on_v2:
             refusals.check_scheduling_ahead(args, asked.method.method)
-        elif isinstance(asked.method.options, PassOptions):
+        elif _reads_nodes(asked.method):
             refusals.check_scheduler(args, asked.method.method)
 
     def options(self, args: Any, asked: Asked) -> dict[str, Any]:
@@ -85,12 +86,12 @@ class Speculation(Feature):
     def scheduler_parts(self, vllm_config: Any, asked: Asked) -> Sequence[str]:
         if asked.method is None:
             return ()
-        slots = ("DraftSlots",) if isinstance(asked.method.options, PassOptions) else ()
+        slots = ("DraftSlots",) if _reads_nodes(asked.method) else ()
         if asked.on_v2:
             return (*slots, "StructuredDrafts", *(("Budget",) if _has_levels(vllm_config) else ()))
         if issubclass(asked.method.proposer_class, DraftModelProposer):
             return "DraftCounts", *slots
-        return "DraftCounts", "StructuredDrafts"
+        return "DraftCounts", *slots, "StructuredDrafts"
 
     def settings(self, asked: Asked) -> dict[str, Any]:
         return {} if asked.method is None else {speculative.SPECULATION: asked.method.to_additional_config()}
@@ -104,7 +105,8 @@ class Speculation(Feature):
         if isinstance(settings.options, DraftModelOptions):
             second_model.check(vllm_config, settings.options)
         if (heads := heads_of(settings.options)) is not None:
-            medusa_heads.check(vllm_config, heads.model)
+            of_kind = eagle_head if isinstance(heads, EagleOptions) else medusa_heads
+            of_kind.check(vllm_config, heads.model)
         if isinstance(settings.options, SelfDraftOptions):
             layer_slices.check(vllm_config, settings)
         patches.read_requests()
@@ -126,6 +128,11 @@ class Speculation(Feature):
             logger.info("vllm-ext: %s: %s", settings.method, runners.WAITS)
         if asked.processors is not None:
             _log_adapted(asked.processors)
+
+
+def _reads_nodes(settings: Settings) -> bool:
+    """Whether a model reads nodes before the target does, and needs slots for them."""
+    return isinstance(settings.options, PassOptions) or isinstance(heads_of(settings.options), PassOptions)
 
 
 def _log_adapted(entries: Sequence[Any]) -> None:

@@ -10,8 +10,10 @@ from typing import Any
 import torch
 from vllm.distributed.parallel_state import get_tp_group
 
+from vllm_ext.engine.draft_model.eagle import EaglePasses
 from vllm_ext.engine.draft_model.early_exit import EarlyExit
 from vllm_ext.engine.draft_model.heads import HeadPasses
+from vllm_ext.engine.draft_model.own_caches import OwnCaches
 from vllm_ext.engine.draft_model.passes import ModelPasses
 from vllm_ext.engine.draft_model.self_speculation import SkippedLayers
 from vllm_ext.engine.draft_model.separate import SeparateModel
@@ -21,15 +23,18 @@ from vllm_ext.proposers.base import Request, chains_where_asked
 from vllm_ext.proposers.draft_budget import DraftBudget
 from vllm_ext.proposers.draft_model import DraftModelProposer
 from vllm_ext.proposers.dynamic_exit import DynamicExit
+from vllm_ext.proposers.eagle import Eagle, EagleOptions
 from vllm_ext.proposers.exit_budget import ExitBudget
 from vllm_ext.proposers.exit_choice import ExitChoice, loaded_layers
+from vllm_ext.proposers.hybrid import Hybrid
 from vllm_ext.proposers.layerskip import LayerSkip
-from vllm_ext.proposers.medusa import Medusa
+from vllm_ext.proposers.medusa import Medusa, MedusaOptions
 from vllm_ext.proposers.step_cost import StepCost
 from vllm_ext.proposers.tree import DraftTree, Int32
 from vllm_ext.proposers.unified_skip import UnifiedSkip, balanced
 
 REST = 7  # steps in which the budget is not asked again after it has said that nothing pays
+PASS_RATE = 0.1  # of learning what a pass takes
 CALIBRATION_SECONDS = 8.0  # of all passes of early exits together
 # Times passes of several sizes for a cost: the cost, the pass, what it is called, and for how many seconds.
 Measure = Callable[[StepCost, Callable[[int], None], str, float | None], None]
@@ -41,9 +46,10 @@ class ModelDrafts:
     Args:
         vllm_config: the engine's.
         proposer: given what it asks.
+        count: adds one to a counter.
     """
 
-    def __init__(self, vllm_config: Any, proposer: DraftModelProposer) -> None:
+    def __init__(self, vllm_config: Any, proposer: DraftModelProposer, count: Callable[[str], None]) -> None:
         self._config, self.proposer = vllm_config, proposer
         options = proposer.options
         num_layers = vllm_config.model_config.get_total_num_hidden_layers()
@@ -60,19 +66,18 @@ class ModelDrafts:
                 device = torch.device(vllm_config.device_config.device)
                 heads = exit_heads.load(options.heads, exits, vllm_config.model_config.dtype, device)
             self.passes = EarlyExit(vllm_config, exits, heads)
-        elif isinstance(proposer, Medusa):
-            self.passes = HeadPasses(vllm_config, options)
-            proposer.deepest = self.passes.num_heads
+        elif isinstance(proposer, Eagle | Medusa):
+            self.passes = head_passes(vllm_config, options, count)
         elif isinstance(proposer, UnifiedSkip):
             self.passes = SkippedLayers(vllm_config, balanced(num_layers, options.speedup))
         else:
             self.passes = SeparateModel(vllm_config, options)
-        proposer.draft = self.passes
+        _hand_over(self.passes, proposer)
         if options.budget != "fixed":
             if self._choice is not None:
                 self.budget = ExitBudget(self._choice)
             else:
-                first_rows = 2 if isinstance(self.passes, SeparateModel) else 1
+                first_rows = 2 if isinstance(self.passes, OwnCaches) else 1
                 reuses = isinstance(self.passes, EarlyExit)
                 one_pass = isinstance(self.passes, HeadPasses)
                 self.budget = DraftBudget(options.num_speculative_tokens, first_rows, reuses, one_pass)
@@ -259,3 +264,58 @@ class ModelDrafts:
             self.budget.ended(num_output_tokens)
         if self._choice is not None:
             self._choice.finish(request_id)
+
+
+class FusedHeads:
+    """Heads among a hybrid's drafters: they read what a step has committed before all drafters are asked.
+
+    Args:
+        vllm_config: the engine's.
+        options: which heads.
+        count: adds one to a counter.
+    """
+
+    def __init__(
+        self, vllm_config: Any, options: EagleOptions | MedusaOptions, count: Callable[[str], None]
+    ) -> None:
+        self.passes = head_passes(vllm_config, options, count)
+        self._pass_seconds = 0.0  # of one over nodes
+
+    def before(
+        self, runner: Any, trees: StepTrees, requests: Sequence[Request], hybrid: Hybrid, rate: float
+    ) -> None:
+        """Read, for the requests that are drafted for, and hand over to the drafter that asks.
+
+        Args:
+            runner: vLLM's.
+            trees: the step's rows, and which were accepted.
+            requests: to be drafted for, perhaps.
+            hybrid: the proposer; another may have been put in its place since the last step.
+            rate: tokens per second that steps are expected to put out; 0: not known.
+        """
+        for seconds in [each.seconds for each in self.passes.passes[1:]]:
+            known = self._pass_seconds or seconds
+            self._pass_seconds = known + PASS_RATE * (seconds - known)
+        for drafter in hybrid.drafters:
+            if isinstance(drafter, Eagle | Medusa):
+                _hand_over(self.passes, drafter)
+                # A pass that gives less than steps put out in its time does not pay.
+                drafter.least_reach = rate * self._pass_seconds
+        self.passes.verified(trees)
+        known_tokens = runner.input_batch.num_tokens_no_spec[: len(trees.query_row)].tolist()
+        self.passes.advance(known_tokens, {request.request_id for request in requests if request.has_room})
+
+
+def head_passes(
+    vllm_config: Any, options: EagleOptions | MedusaOptions, count: Callable[[str], None]
+) -> HeadPasses | EaglePasses:
+    """Those of the heads that the options name."""
+    if isinstance(options, EagleOptions):
+        return EaglePasses(vllm_config, options, count)
+    return HeadPasses(vllm_config, options)
+
+
+def _hand_over(passes: ModelPasses, proposer: DraftModelProposer) -> None:
+    proposer.draft, proposer.blind = passes, passes.blind
+    if isinstance(passes, HeadPasses):
+        proposer.deepest = passes.num_heads

@@ -17,7 +17,7 @@ import torch
 from vllm.v1.worker.gpu.attn_utils import build_attn_metadata, init_attn_backend
 
 from vllm_ext.engine.draft_model.device_passes import DevicePasses, Likeliest, Texts
-from vllm_ext.engine.draft_model.separate import packed
+from vllm_ext.engine.draft_model.own_caches import packed
 from vllm_ext.engine.models import second_model
 from vllm_ext.kernels.backends import Backend
 from vllm_ext.proposers.draft_model import DraftModelOptions

@@ -18,10 +18,8 @@ from vllm_ext.engine.draft_model.passes import ModelPasses, Pass
 from vllm_ext.engine.models import cpu_linear
 from vllm_ext.engine.models.medusa_heads import MedusaHeads, read_shape
 from vllm_ext.engine.tree_layout import StepTrees
-from vllm_ext.proposers.base import Request
 from vllm_ext.proposers.draft_model import Rows
-from vllm_ext.proposers.hybrid import Hybrid
-from vllm_ext.proposers.medusa import Medusa, MedusaOptions
+from vllm_ext.proposers.medusa import MedusaOptions
 from vllm_ext.proposers.sampled import ROOT
 from vllm_ext.proposers.tree import Float32, Int32
 
@@ -111,31 +109,3 @@ class HeadPasses(ModelPasses):
         model = self._target_config.model_config
         shape = rows, model.get_hidden_size()
         self._distributions(torch.randn(shape, dtype=model.dtype, device=self._runner.device))
-
-
-class FusedHeads:
-    """Heads among a hybrid's drafters: their pass comes before all drafters are asked.
-
-    Args:
-        vllm_config: the target's.
-        options: which heads.
-    """
-
-    def __init__(self, vllm_config: Any, options: MedusaOptions) -> None:
-        self.passes = HeadPasses(vllm_config, options)
-
-    def before(self, runner: Any, trees: StepTrees, requests: Sequence[Request], hybrid: Hybrid) -> None:
-        """Run them for the requests that are drafted for, and hand what they say to the drafter that asks.
-
-        Args:
-            runner: vLLM's.
-            trees: the step's rows, and which were accepted.
-            requests: to be drafted for, perhaps.
-            hybrid: the proposer; another may have been put in its place since the last step.
-        """
-        for drafter in hybrid.drafters:
-            if isinstance(drafter, Medusa):
-                drafter.draft, drafter.deepest = self.passes, self.passes.num_heads
-        self.passes.verified(trees)
-        known = runner.input_batch.num_tokens_no_spec[: len(trees.query_row)].tolist()
-        self.passes.advance(known, {request.request_id for request in requests if request.has_room})

@@ -56,7 +56,13 @@ class ModelPasses(ABC):
         self.layers: list[str] = []  # names of the attention layers it runs
         self.own_layers: list[str] = []  # those of them that are not the target's
         self.passes: list[Pass] = []  # since `advance`
+        self.blind: set[str] = set()  # requests that it can say nothing of
         self._runner: Any = None
+
+    @property
+    def aux_layers(self) -> Sequence[int]:
+        """Once it is made: after how many of the target's layers it reads hidden states (`hidden_states`)."""
+        return ()
 
     @abstractmethod
     def load(self, target: Any) -> None:
@@ -129,7 +135,8 @@ class DraftPasses(ModelPasses):
         self._groups: list[tuple[Any, list[str]]] = []  # attention groups with its layers, and these
         self._group_id = 0
         self._growth: dict[str, Growth] = {}
-        self._vocab_size: int = vllm_config.model_config.get_vocab_size()
+        self._vocab_size: int = vllm_config.model_config.get_vocab_size()  # of the language head's rows
+        self._token_map: torch.Tensor | None = None  # int64, which tokens these are; None: all, in order
 
     def bind(self, runner: Any) -> None:
         """See `ModelPasses`.
@@ -231,6 +238,8 @@ class DraftPasses(ModelPasses):
             ids = top_k_ids(logits, min(MAX_K, self._vocab_size))
             total = torch.logsumexp(logits.float(), 1, keepdim=True)
             log_q = logits.gather(1, ids.long()).float() - total
+            if self._token_map is not None:
+                ids = self._token_map[ids.long()].to(torch.int32)
         return Rows(ids.cpu().numpy(), log_q.cpu().numpy())
 
     def calibration_pass(self, rows: int) -> None:

@@ -37,7 +37,8 @@ class HiddenStates:
         if not supports_eagle3(model):
             raise ValueError(
                 f"{type(model).__name__}, the architecture of {name}, does not hand out hidden states of its layers: "
-                "vLLM runs no EAGLE-3 draft on it either. Choose a rule that does not read layers, or another model."
+                "vLLM runs no EAGLE-3 draft on it either. Choose a rule or a method that does not read layers, or "
+                "another model."
             )
         wrong = [layer for layer in layers if not 0 <= layer <= most]
         if wrong or list(layers) != sorted(set(layers)) or not layers:
@@ -58,8 +59,10 @@ class HiddenStates:
     def of_target(cls, runner: Any, layers: Sequence[int]) -> HiddenStates:
         """Those of a runner's model, which from now on has them in its steps."""
         config = runner.model_config
+        # Rules and a head may both read some.
+        layers = sorted({*layers, *runner.aux_layers})
         made = cls(runner.get_model(), config.model, config.get_total_num_hidden_layers(), layers)
-        runner.use_aux_hidden_state_outputs = True
+        runner.use_aux_hidden_state_outputs, runner.aux_layers = True, layers
         return made
 
     def hold(self, streams: list[torch.Tensor], rows: torch.Tensor) -> None:

@@ -14,8 +14,8 @@ import numpy as np
 from vllm_ext.config import speculative
 from vllm_ext.engine import metrics, sampling_params
 from vllm_ext.engine.draft_model.answer_export import TOP_K, Export
-from vllm_ext.engine.draft_model.controller import ModelDrafts
-from vllm_ext.engine.draft_model.heads import FusedHeads
+from vllm_ext.engine.draft_model.controller import FusedHeads, ModelDrafts
+from vllm_ext.engine.draft_model.passes import ModelPasses
 from vllm_ext.engine.drafting import logits_tap
 from vllm_ext.engine.drafting.host_proposer import STEP_FAULT, HostProposer
 from vllm_ext.engine.drafting.requests import BatchTexts
@@ -45,11 +45,11 @@ class Drafter:
         self._host = HostProposer(vllm_config, settings, self.count)
         self.model_drafts: ModelDrafts | None = None
         if isinstance(self.proposer, DraftModelProposer):
-            self.model_drafts = ModelDrafts(vllm_config, self.proposer)
+            self.model_drafts = ModelDrafts(vllm_config, self.proposer, self.count)
         self.heads: FusedHeads | None = None
         heads = heads_of(settings.options)
         if heads is not None and isinstance(self.proposer, Hybrid):
-            self.heads = FusedHeads(vllm_config, heads)
+            self.heads = FusedHeads(vllm_config, heads, self.count)
         self._texts = BatchTexts(vllm_config, 1 if self.model_drafts is None else ASKED_PER_NODE)
         self.constraints = DraftConstraints(vllm_config, self._counters.add, self._host.fault_of)
         # On all ranks alike: what is tapped decides how greedy tokens are found.
@@ -80,6 +80,12 @@ class Drafter:
         self._host.proposer = proposer
 
     @property
+    def passes(self) -> ModelPasses | None:
+        """Of a model or of heads, where the method or one of its drafters asks any."""
+        asking = self.model_drafts or self.heads
+        return None if asking is None else asking.passes
+
+    @property
     def tap_seconds(self) -> float:
         """Time spent in `tap`; the rest of the drafting is timed from outside."""
         return self._tap.seconds
@@ -89,10 +95,8 @@ class Drafter:
         if width := self.proposer.verified_top_k:
             of_model = self._config.model_config
             logits_tap.warm_up(model, of_model.get_vocab_size(), of_model.dtype, width)
-        if self.model_drafts is not None:
-            self.model_drafts.passes.load(model)
-        if self.heads is not None:
-            self.heads.passes.load(model)
+        if self.passes is not None:
+            self.passes.load(model)
         self._host.load()
 
     def close(self) -> None:
@@ -170,7 +174,8 @@ class Drafter:
                 else:
                     if self.heads is not None:
                         assert isinstance(self.proposer, Hybrid)
-                        self.heads.before(runner, trees, requests, self.proposer)
+                        rate = 0.0 if self.budget is None else self.budget.rate
+                        self.heads.before(runner, trees, requests, self.proposer, rate)
                     proposals = self._host.propose(requests)
                     outputs = [runner.requests[request.request_id].output_token_ids for request in requests]
                     proposals = self.constraints.apply(requests, outputs, proposals)
@@ -257,6 +262,8 @@ class Drafter:
         self.constraints.finish(request_id)
         if self.model_drafts is not None:
             self.model_drafts.finish(request_id, num_output_tokens)
+        if self.heads is not None:
+            self.heads.passes.forget(request_id)
         if self._host.finish(request_id):
             if self._export is not None:
                 self._export.finish(request_id)

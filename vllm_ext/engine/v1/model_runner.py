@@ -66,6 +66,7 @@ class SpeculativeRunner(UndrawnNoise):
     step_common: Any = None  # vLLM's metadata of the step, of no group in particular
     greedy_choice: Int32 | None = None  # [num_rows] argmax of each row, while no mask is in the logits
     step_hidden: torch.Tensor | None = None  # [num_tokens, hidden_size], what the target's head got
+    step_streams: Sequence[torch.Tensor] = ()  # likewise after each of `aux_layers`
     step_started: float = 0.0
     recurrent: RecurrentSteps
     # Of the caches there are: by KV group, what copies tokens between slots.
@@ -76,10 +77,9 @@ class SpeculativeRunner(UndrawnNoise):
         result = super().initialize_kv_cache(*args, **kwargs)  # type: ignore[misc]
         sample_rows_alone(self)
         self.recurrent = RecurrentSteps(self.attn_groups)  # type: ignore[attr-defined]  # vLLM's
-        if self.drafter.model_drafts is not None:
-            self.drafter.model_drafts.passes.bind(self)
-        if self.drafter.heads is not None:
-            self.drafter.heads.passes.bind(self)
+        passes = self.drafter.passes
+        if passes is not None:
+            passes.bind(self)
         reason = self.drafter.chain_reason = self._chain_reason()
         if reason is not None:
             tree_layers.warn_of_chains(reason)
@@ -89,8 +89,7 @@ class SpeculativeRunner(UndrawnNoise):
             tree_backend.warm_up(layers)
             type(layers[0].impl).choose(layers)
         # A draft model reads committed tokens again.
-        drafts = self.drafter.model_drafts
-        skipped = drafts.passes.own_layers if drafts is not None else ()
+        skipped = passes.own_layers if passes is not None else ()
         self.kv_movers = [
             (group_id, owners[0].impl.kv_mover(owners))
             for group_id, owners in tree_layers.cache_owners(self, skipped)
@@ -150,8 +149,8 @@ class SpeculativeRunner(UndrawnNoise):
     def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         """vLLM's, timed."""
         self.step_started = time.perf_counter()
-        if self.drafter.model_drafts is not None:
-            self.drafter.model_drafts.passes.begin_step(scheduler_output)
+        if self.drafter.passes is not None:
+            self.drafter.passes.begin_step(scheduler_output)
         for request in scheduler_output.scheduled_new_reqs:
             self.drafter.constraints.start(request.req_id, request.sampling_params)
         return super().execute_model(scheduler_output, *args, **kwargs)  # type: ignore[misc]
@@ -309,7 +308,7 @@ class SpeculativeRunner(UndrawnNoise):
         if state is not None:
             assert self.step_trees is not None
             top_ids = self.drafter.tap(self.step_trees, state.logits)
-            self.step_hidden = state.hidden_states
+            self.step_hidden, self.step_streams = state.hidden_states, state.aux_hidden_states or ()
             self.greedy_choice = None if grammar_output is not None or top_ids is None else top_ids[:, 0]
         output = super().sample_tokens(grammar_output)
         if state is not None and output is not None:
@@ -353,7 +352,7 @@ class SpeculativeRunner(UndrawnNoise):
         assert trees is not None
         most = scheduler_output.num_spec_tokens_to_schedule
         drafts = self.drafter.step(self, trees, most, sampled_token_ids)
-        self.step_hidden = None
+        self.step_hidden, self.step_streams = None, ()
         return drafts
 
     def _input_fits_in_drafter(self, common_attn_metadata: Any) -> bool:

@@ -23,6 +23,9 @@ class UndrawnNoise:
     input_batch: Any
     discard_request_mask: Any
 
+    # Ascending, after how many layers hidden states are kept in steps: set by `hidden_states`, for rules and heads.
+    aux_layers: Sequence[int] = ()
+
     # Set by `steering_runner`, where there are rules.
     aux_logits: StepAuxLogits | None = None  # where a rule reads more than logits
     may_defer = False  # whether a rule may defer a request's token

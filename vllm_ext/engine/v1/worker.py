@@ -11,6 +11,7 @@ from vllm_ext.config import rules, speculative
 from vllm_ext.engine import metrics, rule_faults, step_extras
 from vllm_ext.engine.attention import tree_backend
 from vllm_ext.engine.models import cpu_linear
+from vllm_ext.engine.models.hidden_states import HiddenStates
 from vllm_ext.engine.recurrent import registry
 from vllm_ext.engine.startup_log import MIN_P, Started, without
 from vllm_ext.engine.state.keeper import Checkpointer
@@ -134,7 +135,11 @@ class Speculation(Part):
         """vLLM's; on a CPU with layers that multiply a tree's rows in the time of one."""
         if cpu_linear.wanted(self.vllm_config):
             cpu_linear.register()
-        return super().load_model(*args, **kwargs)  # type: ignore[misc]
+        result = super().load_model(*args, **kwargs)  # type: ignore[misc]
+        passes = self.model_runner.drafter.passes
+        if passes is not None and passes.aux_layers:
+            HiddenStates.of_target(self.model_runner, passes.aux_layers)
+        return result
 
     def make_ready(self) -> None:
         """Measure the model's costs too."""

@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""EAGLE-3 heads for tests: of random weights; and for a target whose tokens have one successor each, that know it."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+from tiny_heads import VOCAB, WIDTH, head_of
+
+
+def write(
+    folder: Path, target: Path, tensors: dict[str, torch.Tensor], layers: list[int], **config: Any
+) -> str:
+    """A checkpoint in the published layout.
+
+    Args:
+        folder: made if it is not there.
+        target: whose shape it has.
+        tensors: by the names of the layout.
+        layers: after how many of the target's it reads.
+        config: what else is in its config, or other than the target's.
+    """
+    from safetensors.torch import save_file
+
+    folder.mkdir(exist_ok=True, parents=True)
+    save_file(
+        {name: tensor.clone().contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors"
+    )
+    of_target = json.loads((target / "config.json").read_text())
+    made = {
+        **of_target,
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "num_hidden_layers": 1,
+        "draft_vocab_size": len(tensors["lm_head.weight"]),
+        "tie_word_embeddings": False,
+        "eagle_config": {"eagle_aux_hidden_state_layer_ids": layers},
+        **config,
+    }
+    (folder / "config.json").write_text(json.dumps(made))
+    return str(folder)
+
+
+def random(folder: Path, target: Path, num_rows: int | None = None) -> str:
+    """A head that turns the target's last hidden state at random, on its own language head or some rows of it."""
+    from safetensors.torch import load_file
+
+    stored = load_file(target / "model.safetensors")
+    config = json.loads((target / "config.json").read_text())
+    head = stored.get("lm_head.weight", stored["model.embed_tokens.weight"])
+    width, inner = config["hidden_size"], config["intermediate_size"]
+    of_head = config.get("head_dim") or width // config["num_attention_heads"]
+    q, kv = (config[f"num_{kind}_heads"] * of_head for kind in ("attention", "key_value"))
+    draw = torch.Generator().manual_seed(0)
+
+    def weight(rows: int, columns: int) -> torch.Tensor:
+        return (0.3 * torch.randn(rows, columns, generator=draw) / math.sqrt(columns)).to(head)
+
+    tensors = {
+        "fc.weight": weight(width, 2 * width) + torch.eye(width, 2 * width, dtype=head.dtype).roll(width, 1),
+        "midlayer.self_attn.q_proj.weight": weight(q, 2 * width),
+        "midlayer.self_attn.k_proj.weight": weight(kv, 2 * width),
+        "midlayer.self_attn.v_proj.weight": weight(kv, 2 * width),
+        "midlayer.self_attn.o_proj.weight": weight(width, q),
+        "midlayer.mlp.gate_proj.weight": weight(inner, width),
+        "midlayer.mlp.up_proj.weight": weight(inner, width),
+        "midlayer.mlp.down_proj.weight": weight(width, inner),
+        "lm_head.weight": head.clone(),
+        **{
+            f"{norm}.weight": torch.ones(width, dtype=head.dtype)
+            for norm in (
+                *("midlayer.hidden_norm", "midlayer.input_layernorm", "midlayer.post_attention_layernorm"),
+                "norm",
+            )
+        },
+    }
+    tensors["norm.weight"] = stored["model.norm.weight"]
+    if num_rows is not None:
+        chosen = torch.arange(num_rows) * (len(head) // num_rows)
+        tensors["lm_head.weight"] = head[chosen]
+        tensors["d2t"] = chosen - torch.arange(num_rows)
+    last = config["num_hidden_layers"]
+    return write(folder, target, tensors, [0, last])
+
+
+def knowing(folder: Path, target: Path, after: torch.Tensor, by: str = "token", late: int = 0) -> str:
+    """A head that knows the successors, or as many tokens too late.
+
+    Args:
+        folder: of the head.
+        target: of `tiny_heads.successors`.
+        after: its successors.
+        by: 'token': by its tokens, at all depths, as each row attends to its own token alone; 'feature': by what it
+            takes of the target, which it gets below the last token only.
+        late: how many tokens.
+    """
+    from safetensors.torch import load_file
+
+    embeddings = load_file(target / "model.safetensors")["model.embed_tokens.weight"]
+    one, none = torch.eye(WIDTH), torch.zeros(WIDTH, WIDTH)
+    by_token = by == "token"
+    # Embeddings come normed, so that a token's product with itself is WIDTH, and that with any other far less.
+    own = torch.cat([2.0 * one, none], 1)
+    tensors = {
+        "fc.weight": none if by_token else one,
+        "midlayer.self_attn.q_proj.weight": own,
+        "midlayer.self_attn.k_proj.weight": own,
+        "midlayer.self_attn.v_proj.weight": torch.cat([one, none], 1),
+        "midlayer.self_attn.o_proj.weight": one if by_token else none,
+        "midlayer.mlp.gate_proj.weight": torch.zeros(64, WIDTH),
+        "midlayer.mlp.up_proj.weight": torch.zeros(64, WIDTH),
+        "midlayer.mlp.down_proj.weight": torch.zeros(WIDTH, 64),
+        "lm_head.weight": head_of(embeddings, after, (1 if by_token else 2) + late),
+        **{
+            f"{norm}.weight": torch.ones(WIDTH)
+            for norm in (
+                *("midlayer.hidden_norm", "midlayer.input_layernorm", "midlayer.post_attention_layernorm"),
+                "norm",
+            )
+        },
+    }
+    if by_token:  # else the parent's output would be added to the token's own
+        tensors["midlayer.hidden_norm.weight"] = torch.zeros(WIDTH)
+    assert len(embeddings) == VOCAB
+    shape = {"num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": WIDTH}
+    return write(folder, target, tensors, [1], norm_before_residual=by_token, **shape)

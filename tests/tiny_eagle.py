@@ -35,7 +35,7 @@ def write(
         **of_target,
         "architectures": ["LlamaForCausalLMEagle3"],
         "num_hidden_layers": 1,
-        "draft_vocab_size": len(tensors["lm_head.weight"]),
+        "draft_vocab_size": len(tensors.get("lm_head.weight", ())),
         "tie_word_embeddings": False,
         "eagle_config": {"eagle_aux_hidden_state_layer_ids": layers},
         **config,
@@ -127,3 +127,23 @@ def knowing(folder: Path, target: Path, after: torch.Tensor, by: str = "token", 
     assert len(embeddings) == VOCAB
     shape = {"num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": WIDTH}
     return write(folder, target, tensors, [1], norm_before_residual=by_token, **shape)
+
+
+def first(folder: Path, target: Path) -> str:
+    """A checkpoint of the first EAGLE that knows the successors by its tokens, with the target's language head."""
+    names = ("q_proj", "k_proj", "v_proj", "o_proj")
+    none = torch.zeros(WIDTH, WIDTH)
+    tensors = {
+        # Sure of itself: nothing is normed here.
+        "fc.weight": 12.0 * torch.eye(WIDTH, 2 * WIDTH),
+        **{f"layers.0.self_attn.{name}.weight": none for name in names},
+        "layers.0.mlp.gate_proj.weight": torch.zeros(64, WIDTH),
+        "layers.0.mlp.up_proj.weight": torch.zeros(64, WIDTH),
+        "layers.0.mlp.down_proj.weight": torch.zeros(WIDTH, 64),
+        "layers.0.post_attention_layernorm.weight": torch.ones(WIDTH),
+    }
+    made = Path(write(folder, target, tensors, [], architectures=["LlamaForCausalLM"]))
+    config = json.loads((made / "config.json").read_text())
+    del config["eagle_config"], config["draft_vocab_size"]
+    (made / "config.json").write_text(json.dumps(config))
+    return str(made)

@@ -42,6 +42,7 @@ def cycle(model_dir: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[str
         ("feature", "eagle_tree", 0),
         ("token", "hybrid", 0),
         ("feature", "eagle_tree", 1),
+        ("first", "eagle_tree", 0),
     ],
 )
 def test_a_head_that_knows_everything(
@@ -49,8 +50,11 @@ def test_a_head_that_knows_everything(
 ) -> None:
     """All that it drafts is accepted, fused or alone; a row or a token beside it, and nothing is."""
     folder, after = cycle
-    head = tiny_eagle.knowing(tmp_path / "head", Path(folder), after, by, late)
-    nodes = 4 if by == "token" else 1
+    if by == "first":
+        head = tiny_eagle.first(tmp_path / "head", Path(folder))
+    else:
+        head = tiny_eagle.knowing(tmp_path / "head", Path(folder), after, by, late)
+    nodes = 1 if by == "feature" else 4
     prompts = [[3], list(range(5, 60)), [9] * 130, [700, 20]]
     params = SamplingParams(temperature=0, max_tokens=101, ignore_eos=True)
     config = eagle(head, nodes)

@@ -8,6 +8,7 @@ import json
 from typing import Any
 
 import torch
+from pydantic import ValidationError
 from vllm.config import SpeculativeConfig, set_current_vllm_config
 from vllm.logger import init_logger
 
@@ -40,8 +41,9 @@ def vllms_config(vllm_config: Any, name: str) -> Any:
             target_parallel_config=vllm_config.parallel_config,
         )
     except (OSError, ValueError) as error:
+        problem = error.errors()[0]["msg"] if isinstance(error, ValidationError) else str(error)
         raise ValueError(
-            f"{FIELD}={name!r} cannot be used beside {target.model}: {error}. {WAY_OUT}"
+            f"{FIELD}={name!r} cannot be used beside {target.model}: {problem.rstrip('.')}. {WAY_OUT}"
         ) from error
     made = copy.copy(vllm_config)
     made.speculative_config = speculation

@@ -17,15 +17,18 @@ temperatures.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import ClassVar
 
 from pydantic import Field
 
 from vllm_ext.kernels.user_paths import UserPath
-from vllm_ext.proposers.base import MethodOptions
+from vllm_ext.proposers.base import MethodOptions, Request
 from vllm_ext.proposers.draft_model import DraftModelProposer, PassOptions
 from vllm_ext.proposers.dyspec import SampledTree
+from vllm_ext.proposers.joint_tree import JointTree
 from vllm_ext.proposers.sampled import TreeBuilder
+from vllm_ext.proposers.tree import DraftTree
 
 
 class EagleOptions(PassOptions):
@@ -47,6 +50,12 @@ class Eagle(DraftModelProposer):
     on_v2 = None
     why_v1 = "reads hidden states that V2 does not hand out yet"
     fuses: ClassVar[bool] = True
+
+    beside: Mapping[str, DraftTree] = {}  # set by a hybrid: by request id, what its other drafters propose
+
+    def _builder(self, request: Request) -> TreeBuilder:
+        others = self.beside.get(request.request_id)
+        return super()._builder(request) if others is None else JointTree(*self.limits(request), others)
 
     def drawn(self, num_nodes: int, max_depth: int) -> TreeBuilder:
         """See `DraftModelProposer.drawn`."""

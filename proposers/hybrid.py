@@ -21,12 +21,13 @@ import numpy as np
 from pydantic import Field, ValidationError, field_validator
 
 from vllm_ext.kernels.fuse_trees import fuse_trees
+from vllm_ext.kernels.grown_tree import GrownTree
 from vllm_ext.kernels.learned_arrays import Learned, check_names
 from vllm_ext.proposers import registry
 from vllm_ext.proposers.base import MethodOptions, Proposer, Request, VerifiedRows
 from vllm_ext.proposers.calibration import Calibration
 from vllm_ext.proposers.draft_model import DraftModelProposer
-from vllm_ext.proposers.eagle import EagleOptions
+from vllm_ext.proposers.eagle import Eagle, EagleOptions
 from vllm_ext.proposers.medusa import MedusaOptions
 from vllm_ext.proposers.tree import DraftTree, Float32
 
@@ -174,22 +175,34 @@ class Hybrid(Proposer):
 
     def propose(self, requests: Sequence[Request]) -> list[DraftTree]:
         """The most probable nodes of all drafters' trees together."""
-        proposals = zip(*(drafter.propose(requests) for drafter in self.drafters), strict=True)
-        estimates = self.calibration.estimates
+        none = [DraftTree.empty() for _ in requests]
+        proposals = [none if isinstance(each, Eagle) else each.propose(requests) for each in self.drafters]
+        # Its passes come last: it goes on below what the others say.
+        for place, drafter in enumerate(self.drafters):
+            if isinstance(drafter, Eagle):
+                others = map(self._fuse, requests, zip(*proposals, strict=True))
+                drafter.beside = {
+                    request.request_id: DraftTree(*tree[:3])
+                    for request, tree in zip(requests, others, strict=True)
+                }
+                proposals[place] = drafter.propose(requests)
         fused = []
-        for request, trees in zip(requests, proposals, strict=True):
-            tree = fuse_trees(
-                np.concatenate([tree.tokens for tree in trees]),
-                np.concatenate([tree.parents for tree in trees]),
-                np.concatenate([tree.probabilities for tree in trees]),
-                np.cumsum([0, *map(len, trees)], dtype=np.int32),
-                estimates,
-                BOUNDS,
-                request.budget_tokens,
-            )
+        for request, trees in zip(requests, zip(*proposals, strict=True), strict=True):
+            tree = self._fuse(request, trees)
             self.calibration.drafted(request.request_id, tree)
             fused.append(DraftTree(*tree[:3]))
         return fused
+
+    def _fuse(self, request: Request, trees: Sequence[DraftTree]) -> GrownTree:
+        return fuse_trees(
+            np.concatenate([tree.tokens for tree in trees]),
+            np.concatenate([tree.parents for tree in trees]),
+            np.concatenate([tree.probabilities for tree in trees]),
+            np.cumsum([0, *map(len, trees)], dtype=np.int32),
+            self.calibration.estimates,
+            BOUNDS,
+            request.budget_tokens,
+        )
 
     def finish(self, request_id: str) -> None:
         """See `Proposer.finish`."""

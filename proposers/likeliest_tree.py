@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -51,17 +52,25 @@ class LikeliestTree(TreeBuilder):
         for node, row in zip(self._wanted, rows, strict=True):
             self.q[node] = row
             above, chance = (self.values[node], self._chances[node]) if node != ROOT else (1.0, 1.0)
-            for place in np.lexsort((row.ids, -row.q))[: self._width].tolist():
-                if row.q[place] > 0.0:
-                    self.add(int(row.ids[place]), node)
-                    self.values.append(above * float(row.q[place]))
-                    self._chances.append(chance * self._worth(float(row.q[place])))
+            order = np.lexsort((row.ids, -row.q))[: self._width]
+            least = self._least_kept()
+            for token, q in zip(row.ids[order].tolist(), row.q[order].tolist(), strict=True):
+                if above * q <= least:
+                    break
+                self.add(token, node)
+                self.values.append(above * q)
+                self._chances.append(chance * self._worth(q))
         self._wanted = []
         if len(self.tokens) > first and self.depth(first) < self._max_depth:
             # What is not among the best now is not in the tree, and nothing below it.
             best = [n for n in self.kept() if n >= first and self._chances[n] >= self._least_worth]
             self._wanted = best[: share(self._room)]
             self._room -= len(self._wanted)
+
+    def _least_kept(self) -> float:
+        """What a node must be worth more than to be among the best: those that there are came first."""
+        full = len(self.values) >= self._num_nodes
+        return heapq.nlargest(self._num_nodes, self.values)[-1] if full else 0.0
 
     def reach(self) -> float:
         """See `TreeBuilder.reach`."""

@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tree of a draft that knows what others have proposed: it goes on below their nodes, and rests where they know.
+
+Others' nodes are there before the first pass. The draft is asked below the likeliest nodes of all; what a pass may gain
+is the chance that the text comes to one of them and does not go on as the others say. Where they are sure, it gains
+little, and no pass takes place; see `sampled.grow`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from vllm_ext.kernels.sparse import Sparse
+from vllm_ext.proposers.likeliest_tree import LikeliestTree
+from vllm_ext.proposers.sampled import ROOT, largest, share
+from vllm_ext.proposers.tree import DraftTree
+
+LEAST = 0.01  # with less a node of others is none of the draft's own
+UNSAID = 1e-6  # of such a node that has some of its own below
+
+
+class JointTree(LikeliestTree):
+    """A tree that is chosen, beside another.
+
+    Args:
+        num_nodes: most nodes of the draft's own.
+        max_depth: deepest nodes.
+        others: the other tree, with the chances of its paths.
+    """
+
+    def __init__(self, num_nodes: int, max_depth: int, others: DraftTree) -> None:
+        super().__init__(num_nodes, max_depth)
+        self._own: dict[
+            int, float
+        ] = {}  # by node that the draft was asked about, what it gives it after its parent
+        self._place: dict[tuple[int, int], int] = {}  # by parent and token
+        self._told: dict[int, float] = {}  # by node, the chance that the text goes on as the others say
+        rows = zip(
+            others.tokens.tolist(), others.parents.tolist(), others.probabilities.tolist(), strict=True
+        )
+        for token, parent, chance in rows:
+            self._place[parent, token] = self.add(token, parent)
+            self.values.append(chance)
+            above = self.values[parent] if parent != ROOT else 1.0
+            self._told[parent] = self._told.get(parent, 0.0) + (chance / above if above > 0.0 else 0.0)
+
+    def give(self, rows: Sequence[Sparse]) -> None:
+        """See `TreeBuilder.give`."""
+        asked = self._wanted
+        for node, row in zip(asked, rows, strict=True):
+            self.q[node] = row
+            above = self.values[node] if node != ROOT else 1.0
+            order = np.lexsort((row.ids, -row.q))
+            least = self._least_kept()
+            for token, q in zip(row.ids[order].tolist(), row.q[order].tolist(), strict=True):
+                child = self._place.get((node, token))
+                if child is None:
+                    if above * q <= least:
+                        continue
+                    child = self._place[node, token] = self.add(token, node)
+                    self.values.append(0.0)
+                self.values[child] = max(self.values[child], above * q)
+                self._own[child] = q
+        # What is not among the best now is not in the tree, and nothing below it.
+        best = [
+            node
+            for node in largest(self.values, self._num_nodes)
+            if self.parents[node] in self.q and node not in self.q
+        ]
+        if not best or self.depth(asked[0]) + 1 >= self._max_depth:
+            best = []
+        self._wanted = best[: share(self._room)]
+        self._room -= len(self._wanted)
+
+    def reach(self) -> float:
+        """See `TreeBuilder.reach`: what is said better by others does not count."""
+        return sum(self.values[node] * max(1.0 - self._told.get(node, 0.0), 0.0) for node in self._wanted)
+
+    def kept(self) -> list[int]:
+        """The draft's own nodes, and of others' those that have some of it below."""
+        own = [node for node in largest(self.values, len(self.values)) if self._own.get(node, 0.0) >= LEAST]
+        kept: set[int] = set()
+        for node in own:
+            path = [node]
+            while self.parents[path[-1]] != ROOT and self.parents[path[-1]] not in kept:
+                path.append(self.parents[path[-1]])
+            if len(kept) + len(path) <= self._num_nodes:
+                kept.update(path)
+        return sorted(kept)
+
+    def tree(self) -> DraftTree:
+        """The finished tree; its probabilities are the paths', by the draft alone."""
+        kept = self.kept()
+        chances: dict[int, float] = {ROOT: 1.0}
+        for node in kept:
+            chances[node] = chances[self.parents[node]] * max(self._own.get(node, 0.0), UNSAID)
+        kept.sort(key=lambda node: (-chances[node], node))
+        place = {ROOT: ROOT} | {node: index for index, node in enumerate(kept)}
+        return DraftTree(
+            np.array([self.tokens[node] for node in kept], np.int32),
+            np.array([place[self.parents[node]] for node in kept], np.int32),
+            np.array([chances[node] for node in kept], np.float32),
+        )

@@ -15,7 +15,7 @@ import torch
 from vllm_ext.data.answers import Answer
 from vllm_ext.engine.models.medusa_heads import MedusaHeads
 from vllm_ext.training.draft_model import Recipe
-from vllm_ext.training.head_figures import figures, per_doubling
+from vllm_ext.training.head_figures import per_doubling
 from vllm_ext.training.medusa import (
     Heads,
     MedusaShape,
@@ -26,6 +26,7 @@ from vllm_ext.training.medusa import (
     save,
     train,
 )
+from vllm_ext.training.medusa_figures import figures
 from vllm_ext.training.timed import ASKED, CURVE
 
 VOCAB, WIDTH = 48, 32
@@ -78,7 +79,7 @@ def test_hidden_states_stand_beside_what_follows_them(texts: Texts) -> None:
 
 
 def test_they_learn(texts: Texts, tmp_path: Path) -> None:
-    token_map = frequent(texts, VOCAB, SHAPE.num_rows)
+    token_map = frequent(texts.top_ids, texts.top_logp, VOCAB, SHAPE.num_rows)
     assert token_map.tolist() == list(range(40))
     heads = Heads(SHAPE, torch.randn(40, WIDTH) * 0.1)
     recipe = Recipe(minutes=0.12, batch_tokens=128, learning_rate=1e-2)

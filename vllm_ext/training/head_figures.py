@@ -3,85 +3,60 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
-import torch
 
-from vllm_ext.kernels.sparse import Float64, Int32, Sparse
-from vllm_ext.proposers.medusa import product_tree
+from vllm_ext.kernels.sparse import Float64, Int32
 from vllm_ext.proposers.sampled import ROOT
 from vllm_ext.proposers.tree import DraftTree
-from vllm_ext.training.medusa import Heads, Texts
 
 RANKS = 32
+MOST_TOKENS = 4000  # of answers that figures come from, about
 
 
 class HeadFigures(NamedTuple):
     """On greedy answers held out."""
 
-    right: Float64  # [num_heads, RANKS] how often a head's choice of this rank is the token
+    right: Float64  # [depths, RANKS] how often the choice of this rank is the token, by depth
     tokens_per_step: dict[
         int, tuple[float, float]
     ]  # by nodes of a tree, the mean and half of its 95 % interval
     num_tokens: int
 
 
-@torch.no_grad()
-def figures(
-    heads: Heads, texts: Texts, token_map: Int32, sizes: Sequence[int], most: int = 4000
-) -> HeadFigures:
+def tokens_per_step(
+    came: Sequence[Int32],
+    grow: Callable[[Sequence[tuple[int, int]], int], Sequence[DraftTree]],
+    sizes: Sequence[int],
+    max_depth: int,
+) -> dict[int, tuple[float, float]]:
     """Decode greedy answers as the method would, and count what verification accepts.
 
     A step begins where the last one ended: what is hard to guess takes more of them than its share of the text.
 
     Args:
-        heads: trained.
-        texts: held out.
-        token_map: of the heads.
+        came: by text ``[num_tokens]``; a tree at place ``i`` guesses token ``i`` and those that follow it.
+        grow: of texts and places in them, and a number of nodes, the trees.
         sizes: nodes of trees.
-        most: tokens of answers, about.
+        max_depth: of trees; a text's last tokens, fewer than this, have none.
+
+    Returns:
+        by size, the mean and half of its 95 % interval.
     """
-    num_heads = len(heads.blocks)
-    ends = torch.nonzero(texts.left == 0)[:, 0].tolist()
-    spans, start, tokens = [], 0, 0
-    for end in ends:
-        if bool(texts.greedy[start]) and end - start > num_heads and tokens < most:
-            spans.append((start, end))
-            tokens += end - start
-        start = end + 1
-    if not spans:
-        return HeadFigures(np.zeros((num_heads, RANKS)), {}, 0)
-    hits = np.zeros((num_heads, RANKS))
-    trials = 0
-    steps: dict[int, list[int]] = {size: [] for size in sizes}
-    for start, end in spans:
-        hidden = texts.hidden[start : end - num_heads].to(heads.lm_head.device).float()
-        ids, q = [], []
-        for head in range(num_heads):
-            best = (
-                (heads.state(head, hidden) @ heads.lm_head.T).softmax(1).topk(min(RANKS, len(token_map)), 1)
-            )
-            ids.append(token_map[best.indices.cpu().numpy()])
-            q.append(best.values.double().cpu().numpy())
-        came = texts.top_ids[start : end + 1, 0].cpu().numpy()
-        for head in range(num_heads):
-            right = ids[head] == came[head + 1 : head + 1 + len(hidden), None]
-            hits[head, : right.shape[1]] += right.sum(0)
-        trials += len(hidden)
-        for size in sizes:
-            place = 0
-            while place < len(hidden):
-                tree = product_tree([Sparse(ids[h][place], q[h][place]) for h in range(num_heads)], size)
-                step = 1 + _accepted(tree, came[place + 1 : place + 1 + num_heads])
-                steps[size].append(step)
-                place += step
-    found = {
-        size: (float(np.mean(each)), float(1.96 * np.std(each) / np.sqrt(len(each))))
-        for size, each in steps.items()
-    }
-    return HeadFigures(hits / trials, found, trials)
+    found = {}
+    for size in sizes:
+        places = [0] * len(came)
+        steps: list[int] = []
+        while going := [text for text, place in enumerate(places) if place + max_depth <= len(came[text])]:
+            trees = grow([(text, places[text]) for text in going], size)
+            for text, tree in zip(going, trees, strict=True):
+                step = 1 + _accepted(tree, came[text][places[text] : places[text] + max_depth])
+                steps.append(step)
+                places[text] += step
+        found[size] = (float(np.mean(steps)), float(1.96 * np.std(steps) / np.sqrt(len(steps))))
+    return found
 
 
 def _accepted(tree: DraftTree, came: Int32) -> int:

@@ -110,10 +110,10 @@ def read(model: Any, answers: Sequence[Answer], most_tokens: int, report: Progre
     return Texts(*(torch.cat(part) for part in parts))
 
 
-def frequent(texts: Texts, vocab_size: int, num_rows: int) -> Int32:
+def frequent(top_ids: torch.Tensor, top_logp: torch.Tensor, vocab_size: int, num_rows: int) -> Int32:
     """Ids of the tokens that stand in answers most often, ascending; all of them where there are few."""
-    weight = texts.top_logp.exp().flatten()
-    counts = torch.zeros(vocab_size).scatter_add_(0, texts.top_ids.flatten().cpu(), weight.cpu())
+    weight = top_logp.exp().flatten()
+    counts = torch.zeros(vocab_size).scatter_add_(0, top_ids.flatten().cpu(), weight.cpu())
     chosen = torch.topk(counts, min(num_rows, vocab_size)).indices
     ids: Int32 = chosen.sort().values.numpy().astype(np.int32)
     return ids
@@ -128,7 +128,7 @@ def loss_of(logits: torch.Tensor, places: torch.Tensor, top_logp: torch.Tensor) 
         top_logp: float32 ``[num_tokens, top_k]``.
     """
     p = torch.where(places >= 0, top_logp.exp(), 0.0)
-    log_q = logits.gather(1, places.clamp(min=0)) - torch.logsumexp(logits, 1, keepdim=True)
+    log_q = logits.log_softmax(1).gather(1, places.clamp(min=0))
     return -(p * log_q).sum(1).mean()
 
 
@@ -167,7 +167,7 @@ def train(
     products = torch.autocast(device.type, torch.bfloat16, enabled=multiplies_bfloat16(device.type))
     last = len(texts.hidden) - len(heads.blocks) - 1
 
-    def loss_at(step: int) -> torch.Tensor:
+    def loss_at(step: int, share: float) -> torch.Tensor:
         draw = np.random.default_rng([recipe.seed, step])
         rows = torch.from_numpy(draw.integers(0, max(last, 1), size=min(recipe.batch_tokens, last)))
         hidden = texts.hidden[rows].to(device).float()

@@ -26,11 +26,10 @@ from vllm_ext.cli.train.common import (
     Verbose,
     causal_model,
     chosen_device,
-    dtype_of,
 )
+from vllm_ext.cli.train.head_kinds import kind_of
 from vllm_ext.training.sources import Source, same_settings
 
-METHODS = {"medusa": "medusa_tree"}  # by kind
 SIZES = (4, 8, 16)  # nodes of trees in the figures
 QUICK = 1000  # tokens of the figures that are asked for while it trains
 LEAST_TOKENS = 1.2  # a step; with less heads cost more than they bring
@@ -41,11 +40,26 @@ def heads_command(
     output: Annotated[
         Path, typer.Option(help="Folder of the heads. Its `work` holds answers and checkpoint.")
     ],
-    kind: Annotated[str, typer.Option(help="medusa.")] = "medusa",
+    kind: Annotated[str, typer.Option(help="medusa or eagle.")] = "medusa",
     prompts: Prompts = None,
     answers: Answers = None,
-    num_heads: Annotated[int, typer.Option(min=1, max=16, help="Depths of the tree.")] = 4,
-    num_layers: Annotated[int, typer.Option(min=1, max=8, help="Of each head.")] = 1,
+    num_heads: Annotated[
+        int | None, typer.Option(min=1, max=16, help="Of medusa: depths of the tree; 4.")
+    ] = None,
+    num_layers: Annotated[int | None, typer.Option(min=1, max=8, help="Of medusa: of each head; 1.")] = None,
+    aux_layers: Annotated[
+        str | None,
+        typer.Option(
+            help="Of eagle: the target's hidden states after so many of its layers are read, as 2,15,27: an early, "
+            "a middle and a late one, if not given."
+        ),
+    ] = None,
+    num_passes: Annotated[
+        int | None, typer.Option(min=1, max=16, help="Of eagle: depths that training unrolls to; 4.")
+    ] = None,
+    intermediate_size: Annotated[
+        int | None, typer.Option(min=1, help="Of eagle: width of the MLP; the target's, if not given.")
+    ] = None,
     vocabulary: Annotated[
         int, typer.Option(min=32, help="Tokens that heads can say: the most frequent ones of the answers.")
     ] = 8192,
@@ -55,8 +69,12 @@ def heads_command(
     top_k: TopK = 16,
     tokens: Annotated[int, typer.Option(min=100, help="Most tokens of answers to learn from.")] = 1_000_000,
     minutes: Annotated[float, typer.Option(min=0.01, help="Of training, answers left out.")] = 25.0,
-    learning_rate: Annotated[float, typer.Option(min=0.0, help="At its highest.")] = 1e-3,
-    batch_tokens: Annotated[int, typer.Option(min=1, help="Of a step.")] = 512,
+    learning_rate: Annotated[
+        float | None, typer.Option(min=0.0, help="At its highest; the kind's, if not given.")
+    ] = None,
+    batch_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Of a step; the kind's, if not given.")
+    ] = None,
     max_num_seqs: MaxNumSeqs = 128,
     dtype: Dtype = "auto",
     device: Device = "auto",
@@ -66,20 +84,26 @@ def heads_command(
     """Train heads on the target's answers; run again, it goes on where it was interrupted."""
     console, errors = Console(), Console(stderr=True)
     with errors_of(errors):
-        if kind not in METHODS:
-            raise ValueError(f"--kind={kind!r} is not allowed; allowed: {', '.join(METHODS)}")
+        own = {
+            "num_heads": num_heads,
+            "num_layers": num_layers,
+            "aux_layers": aux_layers,
+            "num_passes": num_passes,
+            "intermediate_size": intermediate_size,
+        }
+        chosen, options = kind_of(kind, own)
         from vllm_ext.data.model_files import snapshot
-        from vllm_ext.training import medusa
         from vllm_ext.training.draft_model import Recipe, split
         from vllm_ext.training.early_exits import shuffled
-        from vllm_ext.training.head_figures import figures, per_doubling
+        from vllm_ext.training.head_figures import MOST_TOKENS, per_doubling
 
         folder = snapshot(target)
         source = Source(folder, prompts, answers, own_prompts, samples, max_tokens, top_k)
-        shape = medusa.MedusaShape(num_heads, num_layers, vocabulary)
-        recipe = Recipe(minutes, batch_tokens, learning_rate, seed=seed)
+        shape = chosen.shape(folder, vocabulary, options)
+        rate = chosen.learning_rate if learning_rate is None else learning_rate
+        recipe = Recipe(minutes, batch_tokens or chosen.batch_tokens, rate, seed=seed)
         work = output / "work"
-        same_settings(work, {**source.settings(), "kind": kind, "shape": vars(shape), "tokens": tokens})
+        same_settings(work, {**source.settings(), "kind": kind, "shape": shape, "tokens": tokens})
         started = time.perf_counter()
         with progress_on(errors) as report:
             given, each = source.answers(
@@ -87,27 +111,20 @@ def heads_command(
             )
             learnt, held_out = split(given, each, recipe)
             model = causal_model(folder, chosen_device(device), dtype)
-            texts = medusa.read(model, shuffled(learnt, seed), tokens, report)
-            test = medusa.read(model, held_out, tokens, report)
-            vocab_size = model.config.get_text_config().vocab_size
-            token_map = medusa.frequent(texts, vocab_size, vocabulary)
-            weight = model.get_output_embeddings().weight.detach()[token_map].float()
+            heads = chosen.prepare(model, shape, folder, shuffled(learnt, seed), held_out, tokens, report)
             del model
-            heads = medusa.Heads(shape, weight).to(weight.device)
 
             def worth() -> float:
-                return figures(heads, test, token_map, SIZES[-1:], QUICK).tokens_per_step[SIZES[-1]][0]
+                return heads.figures(SIZES[-1:], QUICK).tokens_per_step[SIZES[-1]][0]
 
-            told = worth if test.greedy.any() else None
-            _, points = medusa.train(
-                heads, texts, token_map, recipe, work, report, lambda line: say(errors, line), told
-            )
-            found = figures(heads, test, token_map, SIZES)
-        medusa.save(heads, token_map, vocab_size, dtype_of(folder), output)
-    size = sum(parameter.numel() for parameter in heads.parameters())
+            told = worth if heads.has_test else None
+            _, points = heads.train(recipe, work, report, lambda line: say(errors, line), told)
+            found = heads.figures(SIZES, MOST_TOKENS)
+        heads.save(output)
     say(
         console,
-        f"{output}: {size / 1e6:.1f} million parameters, {len(texts.hidden):,} tokens of answers learnt from",
+        f"{output}: {heads.num_parameters / 1e6:.1f} million parameters, "
+        f"{heads.num_tokens:,} tokens of answers learnt from",
     )
     _say_figures(console, found)
     if (more := per_doubling(points)) is not None:
@@ -122,7 +139,7 @@ def heads_command(
             "do not serve this: raise --minutes, or give more prompts. Run again, it goes on from here",
         )
         return
-    config = json.dumps({"method": METHODS[kind], "model": str(output.resolve())})
+    config = json.dumps({"method": chosen.method, "model": str(output.resolve())})
     say(console, f"serve with: --speculative-config '{config}'")
 
 

@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The kinds of heads that ``vllm-ext train heads`` trains, each by the same steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from vllm_ext.cli.train.common import check_layers, dtype_of, layers_of, numbers_of
+
+if TYPE_CHECKING:
+    from vllm_ext.data.answers import Answer
+    from vllm_ext.data.atomic_files import Progress
+    from vllm_ext.training.head_figures import HeadFigures
+
+
+@dataclass(frozen=True)
+class Trainable:
+    """Heads, and the answers that the target has read for them."""
+
+    num_parameters: int
+    num_tokens: int  # of answers, to learn from
+    has_test: bool  # whether greedy answers are held out
+    # Of a recipe, the work folder, progress, a log, and what they are worth; gives by tokens seen what they were worth.
+    train: Callable[..., tuple[Any, list[tuple[int, float]]]]
+    figures: Callable[..., HeadFigures]  # of sizes of trees, and of how many tokens
+    save: Callable[[Path], None]
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One kind of heads. Options of `defaults` belong to it alone."""
+
+    method: str  # that serves them
+    defaults: Mapping[str, Any]
+    batch_tokens: int
+    learning_rate: float
+    # Of the target's folder, the vocabulary and the options: the shape, of JSON's types.
+    shape: Callable[[Path, int, dict[str, Any]], dict[str, Any]]
+    # Of the target, of transformers, and the shape.
+    prepare: Callable[..., Trainable]
+
+
+def kind_of(name: str, options: dict[str, Any]) -> tuple[Kind, dict[str, Any]]:
+    """A kind, and its own options: those that are None have their defaults.
+
+    Raises:
+        ValueError: no such kind, or an option of another one.
+    """
+    if name not in KINDS:
+        raise ValueError(f"--kind={name!r} is not allowed; allowed: {', '.join(KINDS)}")
+    own = KINDS[name].defaults
+    for option, value in options.items():
+        if value is not None and option not in own:
+            of = ", ".join(kind for kind in KINDS if option in KINDS[kind].defaults)
+            raise ValueError(
+                f"--{option.replace('_', '-')}={value} is not allowed with --kind={name}; it belongs to "
+                f"--kind={of}: leave one of them out"
+            )
+    return KINDS[name], {
+        option: default if options[option] is None else options[option] for option, default in own.items()
+    }
+
+
+def _medusa_shape(folder: Path, vocabulary: int, options: dict[str, Any]) -> dict[str, Any]:
+    return {**options, "num_rows": vocabulary}
+
+
+def _medusa(
+    model: Any,
+    shape: dict[str, Any],
+    folder: Path,
+    learnt: Sequence[Answer],
+    held_out: Sequence[Answer],
+    tokens: int,
+    report: Progress,
+) -> Trainable:
+    from vllm_ext.training import medusa
+    from vllm_ext.training.medusa_figures import figures
+
+    texts = medusa.read(model, learnt, tokens, report)
+    test = medusa.read(model, held_out, tokens, report)
+    vocab_size = model.config.get_text_config().vocab_size
+    token_map = medusa.frequent(texts.top_ids, texts.top_logp, vocab_size, shape["num_rows"])
+    weight = model.get_output_embeddings().weight.detach()[token_map].float()
+    heads = medusa.Heads(medusa.MedusaShape(**shape), weight).to(weight.device)
+    return Trainable(
+        sum(parameter.numel() for parameter in heads.parameters()),
+        len(texts.hidden),
+        bool(test.greedy.any()),
+        partial(medusa.train, heads, texts, token_map),
+        partial(figures, heads, test, token_map),
+        partial(medusa.save, heads, token_map, vocab_size, dtype_of(folder)),
+    )
+
+
+def _eagle_shape(folder: Path, vocabulary: int, options: dict[str, Any]) -> dict[str, Any]:
+    num_layers = layers_of(folder)
+    if options["aux_layers"]:
+        layers = numbers_of("--aux-layers", options["aux_layers"])
+        check_layers("--aux-layers", layers, folder, 1, num_layers)
+    else:
+        from vllm_ext.training.eagle import default_layers
+
+        layers = list(default_layers(num_layers))
+    return {**options, "aux_layers": layers, "num_rows": vocabulary}
+
+
+def _eagle(
+    model: Any,
+    shape: dict[str, Any],
+    folder: Path,
+    learnt: Sequence[Answer],
+    held_out: Sequence[Answer],
+    tokens: int,
+    report: Progress,
+) -> Trainable:
+    from vllm_ext.training import eagle, eagle_texts, eagle_training
+    from vllm_ext.training.eagle_figures import figures
+
+    own = {name: value for name, value in shape.items() if name != "num_passes"}
+    texts = eagle_texts.read(model, own["aux_layers"], learnt, tokens, report)
+    test = eagle_texts.read(model, own["aux_layers"], held_out, tokens, report)
+    head = eagle.begun(model, eagle.EagleShape(**own), texts.frequent, dtype_of(folder))
+    return Trainable(
+        sum(parameter.numel() for parameter in head.parameters()),
+        len(texts.top_ids),
+        bool(test.greedy.any()),
+        partial(eagle_training.train, head, texts, shape["num_passes"]),
+        partial(figures, head, test),
+        partial(eagle.save, head),
+    )
+
+
+KINDS = {
+    "medusa": Kind("medusa_tree", {"num_heads": 4, "num_layers": 1}, 512, 1e-3, _medusa_shape, _medusa),
+    "eagle": Kind(
+        "eagle_tree",
+        {"aux_layers": "", "num_passes": 4, "intermediate_size": 0},
+        512,
+        2e-3,
+        _eagle_shape,
+        _eagle,
+    ),
+}

@@ -136,6 +136,10 @@ class DraftModelProposer(Proposer):
         """The builder of a tree for any other request: its nodes are chosen, not drawn."""
         return LikeliestTree(num_nodes, max_depth)
 
+    def chained(self, num_nodes: int, max_depth: int) -> TreeBuilder:
+        """The builder of a chain, for a request that can have nothing else; its nodes are chosen."""
+        return LikeliestTree(num_nodes, max_depth, width=1)
+
     def drawn_on_device(self, num_nodes: int) -> Growth:
         """What `drawn` builds, of a batch on the device; of methods with ``on_v2 = "device"``."""
         raise NotImplementedError
@@ -185,7 +189,7 @@ class DraftModelProposer(Proposer):
 
     def _builder(self, request: Request) -> TreeBuilder:
         build = self.drawn if self.draws and is_drawn(request) else self.chosen
-        return build(*self.limits(request))
+        return (self.chained if request.chain else build)(*self.limits(request))
 
     def limits(self, request: Request) -> tuple[int, int]:
         """Most nodes of a request's tree, and its deepest."""

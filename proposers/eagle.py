@@ -55,7 +55,9 @@ class Eagle(DraftModelProposer):
 
     def _builder(self, request: Request) -> TreeBuilder:
         others = self.beside.get(request.request_id)
-        return super()._builder(request) if others is None else JointTree(*self.limits(request), others)
+        if others is None or request.chain:
+            return super()._builder(request)
+        return JointTree(*self.limits(request), others)
 
     def drawn(self, num_nodes: int, max_depth: int) -> TreeBuilder:
         """See `DraftModelProposer.drawn`."""

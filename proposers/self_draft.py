@@ -79,6 +79,10 @@ class SelfDraftProposer(DraftModelProposer):
         """See `DraftModelProposer`. Leaves need slots too, so no more nodes are asked about than the tree has."""
         return LikeliestTree(num_nodes, max_depth, 1, self.width(), self.worth, self.least_worth)
 
+    def chained(self, num_nodes: int, max_depth: int) -> TreeBuilder:
+        """See `DraftModelProposer`."""
+        return LikeliestTree(num_nodes, max_depth, 1, 1, self.worth, self.least_worth)
+
     def drawn_on_device(self, num_nodes: int) -> Growth:
         """See `DraftModelProposer`: nothing is drawn."""
         return self.chosen_on_device(num_nodes)

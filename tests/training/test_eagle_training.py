@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -93,7 +94,7 @@ def head(model: Any, texts: EagleTexts) -> Head:
     with torch.no_grad():
         for parameter in made.parameters():
             parameter.copy_(torch.randn_like(parameter) * 0.3 + (parameter.ndim == 1))
-    return made
+    return made.eval()
 
 
 def test_rows_hold_what_the_target_computed(model: Any, texts: EagleTexts) -> None:
@@ -284,8 +285,25 @@ def test_what_is_saved_has_the_published_layout(head: Head, tmp_path: Path) -> N
     assert torch.equal(torch.nonzero(tensors["t2d"])[:, 0], said)
     config = json.loads((tmp_path / "config.json").read_text())
     assert config["architectures"] == ["LlamaForCausalLMEagle3"]
+    assert config["eagle_aux_hidden_state_layer_ids"] == [1, 2, 4]
     assert config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [1, 2, 4]
     assert (config["vocab_size"], config["draft_vocab_size"]) == (VOCAB, SAID)
+
+
+def test_it_begins_as_the_targets_last_layer(model: Any, texts: EagleTexts) -> None:
+    """What reads features has its weights; where the shapes differ, they are left out."""
+    theirs = dict(model.model.layers[-1].named_parameters())
+    for inner in (48, 40):
+        head = begun(model, replace(SHAPE, intermediate_size=inner), texts.frequent, torch.float32)
+        own = dict(head.midlayer.named_parameters())
+        assert torch.equal(own["self_attn.k_proj.weight"][:, WIDTH:], theirs["self_attn.k_proj.weight"])
+        assert torch.equal(own["self_attn.o_proj.weight"], theirs["self_attn.o_proj.weight"])
+        assert torch.equal(own["hidden_norm.weight"], theirs["input_layernorm.weight"])
+        assert (own["mlp.up_proj.weight"].shape == theirs["mlp.up_proj.weight"].shape) == (inner == 48)
+        assert inner == 40 or torch.equal(own["mlp.up_proj.weight"], theirs["mlp.up_proj.weight"])
+        assert torch.equal(head.lm_head.weight, model.lm_head.weight[head.token_map])
+        late = head.fc.weight[:, -WIDTH:] - torch.eye(WIDTH)
+        assert late.abs().max() < 0.02
 
 
 def test_layers_are_vllms_own_unless_said() -> None:

@@ -302,7 +302,7 @@ def train(
     )
     products = torch.autocast(torch.device(device).type, torch.bfloat16, enabled=multiplies_bfloat16(device))
 
-    def loss_at(step: int) -> torch.Tensor:
+    def loss_at(step: int, share: float) -> torch.Tensor:
         ids, mask, top_ids, top_logp = batches.at(step)
         noise.manual_seed((recipe.seed << 32) + step)
         with products:

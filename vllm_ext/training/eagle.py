@@ -17,12 +17,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.nn.functional import rms_norm, silu
+from torch.nn.functional import dropout, rms_norm, silu
 
 from vllm_ext.kernels.sparse import Int32
 from vllm_ext.training.medusa import CONFIG, WEIGHTS
 
 INITIAL = 0.02  # standard deviation of weights before training
+DROPPED = 0.1  # of what is read, in training: answers are few
 
 
 @dataclass(frozen=True)
@@ -72,6 +73,8 @@ def config_of(target: Any, shape: EagleShape, num_rows: int, dtype: torch.dtype)
         "tie_word_embeddings": False,
         "vocab_size": target.vocab_size,
         "draft_vocab_size": num_rows,
+        # vLLM's V1 runner looks in both places, its V2 runner in the first alone.
+        "eagle_aux_hidden_state_layer_ids": list(shape.aux_layers),
         "eagle_config": {
             "use_aux_hidden_state": True,
             "eagle_aux_hidden_state_layer_ids": list(shape.aux_layers),
@@ -99,8 +102,8 @@ def _linear(inputs: int, outputs: int) -> torch.nn.Linear:
 class Head(torch.nn.Module):
     """The head, float32, by the names of the published layout.
 
-    Its attention is not here: what a row may attend to differs between training and growth. Both call `rows`, attend,
-    and call `output`.
+    Its attention is not here: what a row may attend to differs between training and growth. Both ask for
+    `queries` and `keys_values`, attend, and ask for `output`.
 
     Args:
         config: of `config_of`.
@@ -112,7 +115,6 @@ class Head(torch.nn.Module):
     d2t: torch.Tensor
     t2d: torch.Tensor
     embedding: torch.Tensor
-    frequencies: torch.Tensor
 
     def __init__(self, config: dict[str, Any], embedding: torch.Tensor, token_map: Int32) -> None:
         super().__init__()
@@ -124,7 +126,7 @@ class Head(torch.nn.Module):
         self.head_dim = config["head_dim"]
         self.num_heads, self.num_kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
         wide, narrow = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        self.fc = _linear(size * len(config["eagle_config"]["eagle_aux_hidden_state_layer_ids"]), size)
+        self.fc = _linear(size * len(config["eagle_aux_hidden_state_layer_ids"]), size)
         layer = torch.nn.Module()
         layer.input_layernorm, layer.hidden_norm = Norm(size, eps), Norm(size, eps)
         layer.post_attention_layernorm = Norm(size, eps)
@@ -164,6 +166,11 @@ class Head(torch.nn.Module):
         cos, sin = self.rotary(self.embedding.new_zeros((1,), dtype=torch.float32), positions[None])
         return cos[0, :, None], sin[0, :, None]
 
+    def features(self, aux: torch.Tensor) -> torch.Tensor:
+        """``[num_rows, hidden_size]`` of the target's hidden states ``[num_rows, num_layers * hidden_size]``."""
+        found: torch.Tensor = self.fc(dropout(aux.float(), DROPPED, self.training))
+        return found
+
     def inputs(self, tokens: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
         """What attention's projections get.
 
@@ -175,7 +182,8 @@ class Head(torch.nn.Module):
             ``[num_rows, 2 * hidden_size]``.
         """
         embeds = self.midlayer.input_layernorm(self.embedding[tokens].float())
-        return torch.cat([embeds, self.midlayer.hidden_norm(features)], 1)
+        read = torch.cat([embeds, self.midlayer.hidden_norm(features)], 1)
+        return dropout(read, DROPPED, self.training)
 
     def queries(self, inputs: torch.Tensor, turns: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
         """``[num_rows, num_heads, head_dim]``."""
@@ -199,7 +207,7 @@ class Head(torch.nn.Module):
         Returns:
             ``[num_rows, hidden_size]``, before the last norm.
         """
-        rows = features + self.midlayer.self_attn.o_proj(attended)
+        rows = features + self.midlayer.self_attn.o_proj(dropout(attended, DROPPED, self.training))
         inner = self.midlayer.post_attention_layernorm(rows)
         mlp = self.midlayer.mlp
         found: torch.Tensor = rows + mlp.down_proj(silu(mlp.gate_proj(inner)) * mlp.up_proj(inner))
@@ -219,7 +227,10 @@ def _turned(rows: torch.Tensor, turns: tuple[torch.Tensor, torch.Tensor]) -> tor
 
 @torch.no_grad()
 def begun(target: Any, shape: EagleShape, frequent: Callable[[int, int], Int32], dtype: torch.dtype) -> Head:
-    """A head to train. Its language head and its norm are the target's.
+    """A head to train. Its norm begins as the target's, and its language head stays the target's.
+
+    To train the language head as well takes a third more time a step; with SmolLM2-135M, 2,000 answers and as much
+    time its cross-entropy on other answers was 2.41, and 2.31 where it stays.
 
     Args:
         target: a causal model of transformers.
@@ -235,8 +246,27 @@ def begun(target: Any, shape: EagleShape, frequent: Callable[[int, int], Int32],
         if parameter.ndim == 2:
             torch.nn.init.normal_(parameter, std=INITIAL)
     head.lm_head.weight.copy_(target.get_output_embeddings().weight[head.token_map])
+    head.lm_head.weight.requires_grad_(False)
     head.norm.weight.copy_(target.model.norm.weight)
+    _begin_as_layer(head, target.model.layers[-1])
     return head
+
+
+def _begin_as_layer(head: Head, layer: torch.nn.Module) -> None:
+    """Let the head be the target's last layer over the last of the features, as far as it has the same parts.
+
+    From few answers it learns twice as fast as from random weights.
+    """
+    size = head.lm_head.weight.shape[1]
+    theirs: dict[str, torch.Tensor] = dict(layer.named_parameters())
+    theirs["hidden_norm.weight"] = theirs.pop("input_layernorm.weight", torch.empty(0))
+    for name, own in head.midlayer.named_parameters():
+        # Attention's inputs are embeddings and features, and its layer read no embeddings.
+        part = own[:, size:] if name.split(".")[-2] in ("q_proj", "k_proj", "v_proj") else own
+        if name in theirs and part.shape == theirs[name].shape:
+            part.copy_(theirs[name])
+    head.fc.weight.mul_(0.1)
+    head.fc.weight[:, -size:] += torch.eye(size, device=head.fc.weight.device)
 
 
 def save(head: Head, folder: Path) -> None:

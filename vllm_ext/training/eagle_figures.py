@@ -9,12 +9,13 @@ import numpy as np
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from vllm_ext.kernels.sparse import Int32
+from vllm_ext.kernels.sparse import Float64
 from vllm_ext.proposers.base import Request, Sampling
 from vllm_ext.proposers.draft_model import SELF, DraftModelOptions, Rows
 from vllm_ext.proposers.dyspec import DySpec
 from vllm_ext.proposers.sampled import ASKED_PER_NODE, ROOT
 from vllm_ext.proposers.tree import DraftTree
+from vllm_ext.training.draft_model import multiplies_bfloat16
 from vllm_ext.training.eagle import Head
 from vllm_ext.training.eagle_texts import EagleTexts, batch_of
 from vllm_ext.training.eagle_training import unrolled
@@ -47,7 +48,7 @@ class Grown:
 
         positions = texts.positions[batch.rows].to(device)
         inputs = head.inputs(
-            texts.tokens[batch.rows].to(device), head.fc(texts.aux[batch.rows].to(device).float())
+            texts.tokens[batch.rows].to(device), head.features(texts.aux[batch.rows].to(device))
         )
         keys, values = head.keys_values(inputs, head.turns(positions))
         self._keys, self._values = (
@@ -62,7 +63,7 @@ class Grown:
         )  # of the requests, set by the caller
         # Of nodes, by text and the order in which they are asked for.
         self._node_keys = keys.new_zeros(count, most_nodes, *keys.shape[1:])
-        self._node_values = torch.zeros_like(self._node_keys)
+        self._node_values = values.new_zeros(self._node_keys.shape)
         self._node_output = output.new_zeros(count, most_nodes, output.shape[1])
         self._path = torch.zeros(count, most_nodes, most_nodes, dtype=torch.bool, device=device)
         self._num_nodes = [0] * count
@@ -146,9 +147,31 @@ def figures(head: Head, texts: EagleTexts, sizes: Sequence[int], most: int = MOS
             tokens += count
     if not chosen:
         return HeadFigures(np.zeros((DEPTHS, RANKS)), {}, 0)
-    came = [texts.top_ids[texts.learn_starts[a] : texts.learn_starts[a + 1], 0].numpy() for a in chosen]
-    came = [each.astype(np.int32) for each in came]
-    batch = batch_of(texts, chosen)
+    first = texts.top_ids[:, 0].numpy().astype(np.int32)
+    came = [first[texts.learn_starts[answer] : texts.learn_starts[answer + 1]] for answer in chosen]
+    device = head.lm_head.weight.device
+    head.eval()
+    # As heads are served, and faster than float32.
+    with torch.autocast(device.type, torch.bfloat16, enabled=multiplies_bfloat16(device.type)):
+        right = _right(head, texts, chosen)
+        grown = Grown(head, texts, chosen, ASKED_PER_NODE * max(sizes))
+
+        def grow(at: Sequence[tuple[int, int]], size: int) -> list[DraftTree]:
+            proposer = DySpec(DraftModelOptions(model=SELF, num_speculative_tokens=size, max_depth=MAX_DEPTH))
+            proposer.draft = grown
+            for text, place in at:
+                grown.places[text] = place
+            return proposer.propose(
+                [Request(str(text), first[:1], 1, size, MAX_DEPTH, GREEDY) for text, _ in at]
+            )
+
+        found = tokens_per_step(came, grow, sizes, MAX_DEPTH)
+    return HeadFigures(right, found, sum(map(len, came)))
+
+
+def _right(head: Head, texts: EagleTexts, answers: Sequence[int]) -> Float64:
+    """See `HeadFigures.right`, along the answers themselves."""
+    batch = batch_of(texts, answers)
     labels = texts.top_ids[batch.labels, 0].to(head.lm_head.weight.device)
     right = np.zeros((DEPTHS, RANKS))
     for depth, output in enumerate(unrolled(head, texts, batch, DEPTHS)):
@@ -156,14 +179,4 @@ def figures(head: Head, texts: EagleTexts, sizes: Sequence[int], most: int = MOS
         best = head.logits(output[there]).topk(min(RANKS, len(head.d2t)), 1).indices
         hits = head.token_map[best] == labels[there, None]
         right[depth, : hits.shape[1]] = hits.double().mean(0).cpu().numpy()
-    grown = Grown(head, texts, chosen, ASKED_PER_NODE * max(sizes))
-
-    def grow(at: Sequence[tuple[int, int]], size: int) -> list[DraftTree]:
-        proposer = DySpec(DraftModelOptions(model=SELF, num_speculative_tokens=size, max_depth=MAX_DEPTH))
-        proposer.draft = grown
-        for text, place in at:
-            grown.places[text] = place
-        context: Int32 = np.zeros(1, np.int32)
-        return proposer.propose([Request(str(text), context, 1, size, MAX_DEPTH, GREEDY) for text, _ in at])
-
-    return HeadFigures(right, tokens_per_step(came, grow, sizes, MAX_DEPTH), sum(map(len, came)))
+    return right

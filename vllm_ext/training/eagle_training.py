@@ -26,7 +26,9 @@ from vllm_ext.training.eagle_texts import Batch, EagleTexts, batch_of, batches_o
 from vllm_ext.training.medusa import loss_of
 from vllm_ext.training.timed import train_for
 
+WEIGHT_DECAY = 0.1
 DECAY = 0.8  # of the passes' weights in the loss
+ALONE = 0.15  # of the time, in which the first pass learns alone: later ones build on it, and cost three times as much
 
 
 def unrolled(head: Head, texts: EagleTexts, batch: Batch, num_passes: int) -> Iterator[torch.Tensor]:
@@ -40,7 +42,7 @@ def unrolled(head: Head, texts: EagleTexts, batch: Batch, num_passes: int) -> It
     turns = head.turns(texts.positions[rows].to(device))
     own_turns = turns[0][queries], turns[1][queries]
     tokens = texts.tokens[rows].to(device)
-    features = head.fc(texts.aux[rows].to(device).float())
+    features = head.features(texts.aux[rows].to(device))
     inputs = head.inputs(tokens, features)
     tokens, features = tokens[queries], features[queries]
     num_answers = len(batch.first)
@@ -107,25 +109,28 @@ def train(
     device = head.lm_head.weight.device
     places_of = torch.full((head.config["vocab_size"],), -1)
     places_of[head.token_map.cpu()] = torch.arange(len(head.d2t))
+    learning = [parameter for parameter in head.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(
-        head.parameters(), lr=recipe.learning_rate, betas=(0.9, 0.95), weight_decay=0.0, fused=True
+        learning, lr=recipe.learning_rate, betas=(0.9, 0.95), weight_decay=WEIGHT_DECAY, fused=True
     )
     products = torch.autocast(device.type, torch.bfloat16, enabled=multiplies_bfloat16(device.type))
     per_epoch = sum(1 for _ in batches_of(texts, recipe.batch_tokens, 0))
     epochs: dict[int, list[list[int]]] = {}
 
-    def loss_at(step: int) -> torch.Tensor:
+    def loss_at(step: int, share: float) -> torch.Tensor:
         epoch, place = divmod(step, per_epoch)
         if epoch not in epochs:
             epochs.clear()
             seed = recipe.seed * 1_000_003 + epoch
             epochs[epoch] = list(batches_of(texts, recipe.batch_tokens, seed))
+        head.train()  # figures were asked for in between
         batch = batch_of(texts, epochs[epoch][place])
         depths = batch.depths
+        passes = 1 if share < ALONE else num_passes
         places, top_logp = places_of[texts.top_ids[batch.labels]], texts.top_logp[batch.labels]
         loss = torch.zeros((), device=device)
         with products:
-            for number, output in enumerate(unrolled(head, texts, batch, num_passes)):
+            for number, output in enumerate(unrolled(head, texts, batch, passes)):
                 there = torch.nonzero(depths >= number)[:, 0]
                 logits = head.logits(output[there.to(device)])
                 own = loss_of(logits, places[there].to(device), top_logp[there].to(device))

@@ -167,7 +167,7 @@ def train(
     products = torch.autocast(device.type, torch.bfloat16, enabled=multiplies_bfloat16(device.type))
     last = len(texts.hidden) - len(heads.blocks) - 1
 
-    def loss_at(step: int) -> torch.Tensor:
+    def loss_at(step: int, share: float) -> torch.Tensor:
         draw = np.random.default_rng([recipe.seed, step])
         rows = torch.from_numpy(draw.integers(0, max(last, 1), size=min(recipe.batch_tokens, last)))
         hidden = texts.hidden[rows].to(device).float()

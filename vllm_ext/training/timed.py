@@ -28,7 +28,7 @@ CURVE = "training.json"
 def train_for(
     model: torch.nn.Module,
     optimizer: torch.optim.Optimizer,
-    loss_at: Callable[[int], torch.Tensor],
+    loss_at: Callable[[int, float], torch.Tensor],
     recipe: Recipe,
     folder: Path,
     report: Progress,
@@ -40,7 +40,7 @@ def train_for(
     Args:
         model: what is learnt by ``optimizer`` is all of it, or a part.
         optimizer: its learning rate is set here.
-        loss_at: of a step, by its number.
+        loss_at: of a step, by its number and the share of the time that is spent.
         recipe: how long, how fast.
         folder: of the checkpoint and the curve.
         report: progress in seconds of training.
@@ -81,7 +81,7 @@ def train_for(
         rate = recipe.learning_rate * min(share / WARM_UP, 0.5 + 0.5 * math.cos(math.pi * share))
         for group in optimizer.param_groups:
             group["lr"] = rate
-        loss = loss_at(step)
+        loss = loss_at(step, share)
         optimizer.zero_grad(set_to_none=True)
         loss.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(learning, 1.0)

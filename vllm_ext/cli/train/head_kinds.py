@@ -140,8 +140,8 @@ KINDS = {
     "eagle": Kind(
         "eagle_tree",
         {"aux_layers": "", "num_passes": 4, "intermediate_size": 0},
-        1024,
-        1e-3,
+        512,
+        2e-3,
         _eagle_shape,
         _eagle,
     ),

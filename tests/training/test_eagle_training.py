@@ -285,6 +285,7 @@ def test_what_is_saved_has_the_published_layout(head: Head, tmp_path: Path) -> N
     assert torch.equal(torch.nonzero(tensors["t2d"])[:, 0], said)
     config = json.loads((tmp_path / "config.json").read_text())
     assert config["architectures"] == ["LlamaForCausalLMEagle3"]
+    assert config["eagle_aux_hidden_state_layer_ids"] == [1, 2, 4]
     assert config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [1, 2, 4]
     assert (config["vocab_size"], config["draft_vocab_size"]) == (VOCAB, SAID)
 

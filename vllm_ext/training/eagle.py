@@ -73,6 +73,8 @@ def config_of(target: Any, shape: EagleShape, num_rows: int, dtype: torch.dtype)
         "tie_word_embeddings": False,
         "vocab_size": target.vocab_size,
         "draft_vocab_size": num_rows,
+        # vLLM's V1 runner looks in both places, its V2 runner in the first alone.
+        "eagle_aux_hidden_state_layer_ids": list(shape.aux_layers),
         "eagle_config": {
             "use_aux_hidden_state": True,
             "eagle_aux_hidden_state_layer_ids": list(shape.aux_layers),
@@ -124,7 +126,7 @@ class Head(torch.nn.Module):
         self.head_dim = config["head_dim"]
         self.num_heads, self.num_kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
         wide, narrow = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        self.fc = _linear(size * len(config["eagle_config"]["eagle_aux_hidden_state_layer_ids"]), size)
+        self.fc = _linear(size * len(config["eagle_aux_hidden_state_layer_ids"]), size)
         layer = torch.nn.Module()
         layer.input_layernorm, layer.hidden_norm = Norm(size, eps), Norm(size, eps)
         layer.post_attention_layernorm = Norm(size, eps)
@@ -227,8 +229,8 @@ def _turned(rows: torch.Tensor, turns: tuple[torch.Tensor, torch.Tensor]) -> tor
 def begun(target: Any, shape: EagleShape, frequent: Callable[[int, int], Int32], dtype: torch.dtype) -> Head:
     """A head to train. Its norm begins as the target's, and its language head stays the target's.
 
-    A language head that is trained as well learns few answers by heart: of SmolLM2-135M's next tokens but one 0.43
-    were right on other answers, and 0.51 where it stays.
+    To train the language head as well takes a third more time a step: in about the time that left a cross-entropy of
+    2.31 on other answers of SmolLM2-135M, it came to 2.41.
 
     Args:
         target: a causal model of transformers.

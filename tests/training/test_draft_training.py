@@ -69,18 +69,19 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def answers(count: int) -> list[Answer]:
-    """Each token has four successors, with chances 0.6, 0.2, 0.1 and 0.05."""
+    """Two of each prompt. Each token has four successors, with chances 0.6, 0.2, 0.1 and 0.05."""
     rng = np.random.default_rng(0)
     logp = np.log(np.array([0.6, 0.2, 0.1, 0.05], np.float32))
     made = []
     for number in range(count):
-        tokens, tops = [1 + number % 7], []
+        prompt = number // 2
+        tokens, tops = [prompt % VOCAB, 1 + prompt % 7], []
         for _ in range(20 + number % 9):
             ids = (tokens[-1] * 5 + np.array([1, 2, 3, 4])) % VOCAB
             tops.append(ids)
             tokens.append(int(rng.choice(ids, p=np.exp(logp) / np.exp(logp).sum())))
         made.append(
-            Answer(np.array(tokens, np.int32), 1, np.array(tops, np.int32), np.tile(logp, (len(tops), 1)))
+            Answer(np.array(tokens, np.int32), 2, np.array(tops, np.int32), np.tile(logp, (len(tops), 1)))
         )
     return made
 
@@ -114,13 +115,23 @@ def test_tokens_drawn_stand_for_all_others(target: Path, monkeypatch: pytest.Mon
     torch.testing.assert_close(mean, whole.exp().sum(1), rtol=0.02, atol=0.0)
 
 
+def test_no_prompt_is_both_learnt_and_held_out() -> None:
+    """Whatever the order of the answers, as those that servers have kept come."""
+    mixed = [answers(200)[index] for index in np.random.default_rng(1).permutation(200)]
+    learnt, held_out = (
+        [tuple(answer.tokens[:2].tolist()) for answer in part] for part in split(mixed, Recipe())
+    )
+    assert (len(learnt), len(held_out)) == (190, 10)
+    assert set(learnt).isdisjoint(held_out)
+
+
 def test_training_learns_the_targets_distribution_and_goes_on(
     target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Looked at twice a step: 250 steps, however fast the machine is.
     clock = itertools.count(0.0, 6.0 / 500)
     monkeypatch.setattr(timed, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
-    learnt, held_out = split(answers(200), 2, Recipe())
+    learnt, held_out = split(answers(200), Recipe())
     assert len(held_out) == 10
     assert len(learnt) == 190
     model = make_model(target, SHAPE, "cpu")
@@ -133,7 +144,10 @@ def test_training_learns_the_targets_distribution_and_goes_on(
     # All there is to have: the four successors are 0.95 of the target's mass.
     assert found.sampled_acceptance > 0.85 > 0.3 > before.sampled_acceptance
     assert found.greedy_acceptance > 0.95
-    greedy = [replace(a, tokens=np.concatenate([a.tokens[:1], a.top_ids[:, 0]])) for a in held_out]
+    greedy = [
+        replace(a, tokens=np.concatenate([a.tokens[: a.num_prompt_tokens], a.top_ids[:, 0]]))
+        for a in held_out
+    ]
     of_both = estimate(model, [*held_out, *greedy], first)
     assert of_both.on_greedy_answers == estimate(model, greedy, first).greedy_acceptance
     assert of_both.on_greedy_answers != of_both.greedy_acceptance
@@ -307,8 +321,7 @@ def test_answers_in_the_place_of_prompts(target: Path, tmp_path: Path) -> None:
         draft_data.write(draft_data.shard_file(tmp_path / str(number), 0), answers(3))
     folders = [tmp_path / "0", tmp_path / "1"]
     source = sources.Source(target, None, folders, own_prompts=0, samples=2, max_tokens=9, top_k=TOP_K)
-    kept, each = source.answers(tmp_path, {}, nothing, verbose=False)
-    assert (len(kept), each) == (6, 1)
+    assert len(source.answers(tmp_path, {}, nothing, verbose=False)) == 6
     assert source.settings()["answers"] == [str(folder) for folder in folders]
     for prompts, given, own in ((None, None, 0), (["x.jsonl"], folders, 0), (None, folders, 5)):
         with pytest.raises(ValueError, match="one of them must be given, and not both"):

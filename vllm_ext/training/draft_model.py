@@ -260,15 +260,16 @@ class Batches:
         return tuple(torch.from_numpy(a).to(self._device) for a in (ids, mask, top_ids, top_logp))
 
 
-def split(answers: Sequence[Answer], samples: int, recipe: Recipe) -> tuple[list[Answer], list[Answer]]:
+def split(answers: Sequence[Answer], recipe: Recipe) -> tuple[list[Answer], list[Answer]]:
     """Those to learn from and those held out; all answers of a prompt go the same way."""
-    prompts = len(answers) // samples
-    count = max(int(prompts * recipe.held_out), 1)
-    chosen = set(np.random.default_rng(recipe.seed).permutation(prompts)[:count].tolist())
+    prompts = [answer.tokens[: answer.num_prompt_tokens].tobytes() for answer in answers]
+    order = {prompt: index for index, prompt in enumerate(dict.fromkeys(prompts))}
+    count = max(int(len(order) * recipe.held_out), 1)
+    chosen = set(np.random.default_rng(recipe.seed).permutation(len(order))[:count].tolist())
     parts: tuple[list[Answer], list[Answer]] = ([], [])
-    for index, answer in enumerate(answers):
+    for answer, prompt in zip(answers, prompts, strict=True):
         if len(answer.top_ids):
-            parts[index // samples in chosen].append(answer)
+            parts[order[prompt] in chosen].append(answer)
     return parts
 
 

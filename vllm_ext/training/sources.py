@@ -51,15 +51,13 @@ class Source:
         kept = [str(given) for given in self._kept]
         return {"target": str(self._folder), "chats": len(self._chats), "answers": kept, **self._asked}
 
-    def answers(
-        self, work: Path, options: dict[str, Any], report: Any, verbose: bool = False
-    ) -> tuple[list[Any], int]:
-        """The answers, and how many of them in a row belong to one prompt."""
+    def answers(self, work: Path, options: dict[str, Any], report: Any, verbose: bool = False) -> list[Any]:
+        """The answers."""
         from vllm_ext.bench.side_by_side import set_environment
         from vllm_ext.data.answers import generate, load
 
         if self._kept:
-            return [answer for kept in self._kept for answer in load(kept)], 1
+            return [answer for kept in self._kept for answer in load(kept)]
         asked = self._asked
         set_environment(verbose)
         generate(
@@ -73,7 +71,7 @@ class Source:
             {**options, "enforce_eager": True, "use_tqdm_on_load": verbose},
             report,
         )
-        return load(work / "answers"), asked["samples"]
+        return load(work / "answers")
 
 
 def same_settings(work: Path, settings: dict[str, Any]) -> None:

@@ -134,10 +134,8 @@ def draft_command(
         )
         started = time.perf_counter()
         with progress_on(errors) as report:
-            given, each = source.answers(
-                work, {"max_num_seqs": max_num_seqs, "dtype": dtype}, report, verbose
-            )
-            learnt, held_out = split(given, each, recipe)
+            given = source.answers(work, {"max_num_seqs": max_num_seqs, "dtype": dtype}, report, verbose)
+            learnt, held_out = split(given, recipe)
             tokens = sum(len(answer.top_ids) for answer in learnt)
             if start is not None:
                 model = load_model(start, chosen_device(device))

@@ -72,10 +72,8 @@ def exits_command(
         started = time.perf_counter()
         heads, rows = {}, []
         with progress_on(errors) as report:
-            given, each = source.answers(
-                work, {"max_num_seqs": max_num_seqs, "dtype": dtype}, report, verbose
-            )
-            learnt, held_out = split(given, each, Recipe(seed=seed))
+            given = source.answers(work, {"max_num_seqs": max_num_seqs, "dtype": dtype}, report, verbose)
+            learnt, held_out = split(given, Recipe(seed=seed))
             model = causal_model(folder, chosen_device(device), dtype)
             of = features(model, shuffled(learnt, seed), numbers, tokens, report)
             test = features(model, held_out, numbers, tokens, report)

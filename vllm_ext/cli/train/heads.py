@@ -106,10 +106,8 @@ def heads_command(
         same_settings(work, {**source.settings(), "kind": kind, "shape": shape, "tokens": tokens})
         started = time.perf_counter()
         with progress_on(errors) as report:
-            given, each = source.answers(
-                work, {"max_num_seqs": max_num_seqs, "dtype": dtype}, report, verbose
-            )
-            learnt, held_out = split(given, each, recipe)
+            given = source.answers(work, {"max_num_seqs": max_num_seqs, "dtype": dtype}, report, verbose)
+            learnt, held_out = split(given, recipe)
             model = causal_model(folder, chosen_device(device), dtype)
             heads = chosen.prepare(model, shape, folder, shuffled(learnt, seed), held_out, tokens, report)
             del model

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import tiny_heads
+import tiny_prompts
 from conftest import engine
 from distribution import BLOCK_SIZE, SAMPLES, expected, least_p_value, p_value, sample
 from helpers import assert_same_outputs, own_prompts
@@ -43,6 +44,9 @@ def method(
             **tested_method,
             "model": tiny_heads.random(tmp_path_factory.mktemp("heads"), Path(slice_dir)),
         }
+    if tested_method["method"] == "ppd":
+        prompts = tiny_prompts.random(tmp_path_factory.mktemp("prompts"), Path(slice_dir))
+        return {**tested_method, "model": prompts}
     if "datastore" not in tested_method:
         return tested_method
     store = tmp_path_factory.mktemp("corpus") / "store"

@@ -255,6 +255,23 @@ def test_placeholders_are_nobodys_drafts(drafter: Drafter, recorder: Recorder) -
     assert counters["fallbacks:proposer_error"] == 0
 
 
+def test_prompt_tokens_are_no_drafts(drafter: Drafter, recorder: Recorder) -> None:
+    """Rows of ids behind the vocabulary: they promise nothing of this step, and lower no rate of acceptance."""
+    drafter.budget = GoodputBudget(3)
+    recorder.draft = DraftTree.chain(
+        np.array([7, VOCAB, VOCAB + 1], np.int32), np.array([0.5, 0.4, 0.2], np.float32)
+    )
+    drafter.proposed["a"] = recorder.draft
+    runner = Runner({"a": ([1], [5, 7, 3], params())}, [[5, 7, VOCAB, VOCAB + 1]])
+    predicted: list[Any] = []
+    drafter.budget.observe = lambda *evidence: predicted.append(evidence)  # type: ignore[method-assign]
+    step(drafter, runner, [3], [[7, 3]])
+    assert predicted == [(["a"], [0.5], [1])]
+    assert drafter.counters()["spec_draft_tokens"] == 1
+    assert drafter.counters()["spec_accepted_tokens"] == 1
+    assert drafter.counters()["fallbacks:proposer_error"] == 0
+
+
 @pytest.mark.parametrize(
     ("prompt", "output", "max_tokens", "budget"),
     [

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``vllm-ext train heads``: heads that draft from the target's own hidden states."""
+"""``vllm-ext train heads``: heads that draft from the target's own hidden states, and prompt tokens."""
 
 from __future__ import annotations
 
@@ -28,9 +28,12 @@ from vllm_ext.cli.train.common import (
     chosen_device,
     dtype_of,
 )
+from vllm_ext.cli.train.prompt_tokens import train_prompt_tokens
 from vllm_ext.training.sources import Source, same_settings
 
-METHODS = {"medusa": "medusa_tree"}  # by kind
+METHODS = {"medusa": "medusa_tree", "ppd": "ppd"}  # by kind
+RATES = {"medusa": 1e-3, "ppd": 1e-2}  # of learning, at its highest
+BATCHES = {"medusa": 512, "ppd": 192}  # tokens of a step
 SIZES = (4, 8, 16)  # nodes of trees in the figures
 QUICK = 1000  # tokens of the figures that are asked for while it trains
 LEAST_TOKENS = 1.2  # a step; with less heads cost more than they bring
@@ -41,11 +44,12 @@ def heads_command(
     output: Annotated[
         Path, typer.Option(help="Folder of the heads. Its `work` holds answers and checkpoint.")
     ],
-    kind: Annotated[str, typer.Option(help="medusa.")] = "medusa",
+    kind: Annotated[str, typer.Option(help="medusa, or ppd: prompt tokens instead of heads.")] = "medusa",
     prompts: Prompts = None,
     answers: Answers = None,
     num_heads: Annotated[int, typer.Option(min=1, max=16, help="Depths of the tree.")] = 4,
     num_layers: Annotated[int, typer.Option(min=1, max=8, help="Of each head.")] = 1,
+    prompt_tokens: Annotated[int, typer.Option(min=1, max=8, help="Of ppd: depths of the tree.")] = 3,
     vocabulary: Annotated[
         int, typer.Option(min=32, help="Tokens that heads can say: the most frequent ones of the answers.")
     ] = 8192,
@@ -55,8 +59,12 @@ def heads_command(
     top_k: TopK = 16,
     tokens: Annotated[int, typer.Option(min=100, help="Most tokens of answers to learn from.")] = 1_000_000,
     minutes: Annotated[float, typer.Option(min=0.01, help="Of training, answers left out.")] = 25.0,
-    learning_rate: Annotated[float, typer.Option(min=0.0, help="At its highest.")] = 1e-3,
-    batch_tokens: Annotated[int, typer.Option(min=1, help="Of a step.")] = 512,
+    learning_rate: Annotated[
+        float | None, typer.Option(min=0.0, help="At its highest; none: 0.001, of ppd 0.01.")
+    ] = None,
+    batch_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Of a step; none: 512, of ppd 192 prompt tokens.")
+    ] = None,
     max_num_seqs: MaxNumSeqs = 128,
     dtype: Dtype = "auto",
     device: Device = "auto",
@@ -72,15 +80,35 @@ def heads_command(
         from vllm_ext.training import medusa
         from vllm_ext.training.draft_model import Recipe, split
         from vllm_ext.training.early_exits import shuffled
-        from vllm_ext.training.head_figures import figures, per_doubling
+        from vllm_ext.training.head_figures import figures
 
         folder = snapshot(target)
         source = Source(folder, prompts, answers, own_prompts, samples, max_tokens, top_k)
+        recipe = Recipe(minutes, batch_tokens or BATCHES[kind], learning_rate or RATES[kind], seed=seed)
+        started = time.perf_counter()
+        if kind == "ppd":
+            engine_options = {"max_num_seqs": max_num_seqs, "dtype": dtype}
+            trained = train_prompt_tokens(
+                folder,
+                output,
+                source,
+                prompt_tokens,
+                tokens,
+                SIZES,
+                recipe,
+                engine_options,
+                chosen_device(device),
+                errors,
+                verbose,
+            )
+            say(
+                console, f"{output}: {prompt_tokens} prompt tokens, {trained.num_tokens:,} tokens learnt from"
+            )
+            _say_results(console, kind, trained.figures, trained.points, minutes, started, output)
+            return
         shape = medusa.MedusaShape(num_heads, num_layers, vocabulary)
-        recipe = Recipe(minutes, batch_tokens, learning_rate, seed=seed)
         work = output / "work"
         same_settings(work, {**source.settings(), "kind": kind, "shape": vars(shape), "tokens": tokens})
-        started = time.perf_counter()
         with progress_on(errors) as report:
             given, each = source.answers(
                 work, {"max_num_seqs": max_num_seqs, "dtype": dtype}, report, verbose
@@ -109,6 +137,21 @@ def heads_command(
         console,
         f"{output}: {size / 1e6:.1f} million parameters, {len(texts.hidden):,} tokens of answers learnt from",
     )
+    _say_results(console, kind, found, points, minutes, started, output)
+
+
+def _say_results(
+    console: Console,
+    kind: str,
+    found: Any,
+    points: list[tuple[int, float]],
+    minutes: float,
+    started: float,
+    output: Path,
+) -> None:
+    """What they are worth, and how to serve them."""
+    from vllm_ext.training.head_figures import per_doubling
+
     _say_figures(console, found)
     if (more := per_doubling(points)) is not None:
         say(

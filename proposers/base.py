@@ -113,7 +113,7 @@ class VerifiedRows:
     # [num_requests] the tokens each request put out: the accepted path, then one sampled; none while a prompt
     # is incomplete. They judge a proposed tree whole, also the part of it that was not verified.
     emitted: Sequence[Sequence[int]]
-    # [num_rows] the log of the sum of the exponentials of each row's logits; where the proposer wants it.
+    # [num_rows] the log of the sum of the exponentials of a row's logits; of rows that nobody wants it of, 0.
     log_total: Float32 | None = None
 
     def where(self, kept: npt.NDArray[np.bool_]) -> VerifiedRows:
@@ -155,7 +155,7 @@ class Proposer(ABC):
     why_v1: ClassVar[str] = ""  # of those: what "it" does
     # How many of each verified row's best tokens `observe` wants; 0 spares the top-k.
     verified_top_k: int = 0
-    # Whether `observe` wants ``log_total`` too, which makes probabilities of these tokens' logits.
+    # Whether `observe` wants ``log_total`` of prompt tokens' rows, which makes probabilities of these tokens' logits.
     verified_log_total: ClassVar[bool] = False
     # Whether `hybrid` may have it among its drafters.
     fuses: ClassVar[bool] = True

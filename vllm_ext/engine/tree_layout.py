@@ -117,7 +117,7 @@ class StepTrees:
             request_ids: the batch.
             emitted: by batch index, the tokens each request put out.
             top: of each row the likeliest tokens and their logits, where they are wanted.
-            log_total: float32 ``[num_rows]``, where it is; see `VerifiedRows`.
+            log_total: float32 ``[num_rows]``, where it is wanted; see `VerifiedRows`.
         """
         accepted = self.parents < 0
         for start, path, tokens in zip(self.row_start.tolist(), self.accepted, emitted, strict=False):

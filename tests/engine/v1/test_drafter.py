@@ -26,6 +26,7 @@ from vllm_ext.engine.v1.paired_rows import PairedRows
 from vllm_ext.kernels.learned_arrays import Learned, check_array
 from vllm_ext.proposers.base import Proposer, Request, VerifiedRows
 from vllm_ext.proposers.budget import GoodputBudget
+from vllm_ext.proposers.ppd import PpdOptions
 from vllm_ext.proposers.token_recycling import TokenRecycling
 from vllm_ext.proposers.tree import DraftTree
 from vllm_ext.samplers.tree_walk import greedy_walk
@@ -269,6 +270,20 @@ def test_prompt_tokens_are_no_drafts(drafter: Drafter, recorder: Recorder) -> No
     assert predicted == [(["a"], [0.5], [1])]
     assert drafter.counters()["spec_draft_tokens"] == 1
     assert drafter.counters()["spec_accepted_tokens"] == 1
+    assert drafter.counters()["fallbacks:proposer_error"] == 0
+
+
+@pytest.mark.parametrize(("first", "drafted"), [(7, [7]), (VOCAB, [])])
+def test_what_prompt_tokens_were_asked_for_is_judged(
+    drafter: Drafter, recorder: Recorder, first: int, drafted: list[int]
+) -> None:
+    """A budget that gives no rows has its evidence by candidates alone, which there are only after prompt tokens."""
+    drafter.budget = GoodputBudget(3)
+    drafter.budget.choose = lambda names, *_: [0] * len(names)  # type: ignore[method-assign]
+    drafter._prompt_tokens = PpdOptions(model="m")
+    recorder.draft = DraftTree.chain(np.array([first, VOCAB + 1], np.int32), np.array([0.5, 0.4], np.float32))
+    runner = Runner({"a": ([1], [5], params())}, [[1]])
+    assert step(drafter, runner, [0], [[5]]) == [drafted]
     assert drafter.counters()["fallbacks:proposer_error"] == 0
 
 

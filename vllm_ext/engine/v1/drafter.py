@@ -135,7 +135,9 @@ class Drafter:
         if not width:
             return None
         try:
-            return self._tap.read(logits, width)
+            # All that is put out is exported; else only what prompt tokens say is asked for as a distribution.
+            total_of = None if self._exports else np.flatnonzero(trees.tokens >= self._vocab_size)
+            return self._tap.read(logits, width, total_of)
         except Exception:
             self._host.fault("reading the logits failed; nothing is learnt from this step")
             return None
@@ -245,6 +247,11 @@ class Drafter:
             sum(len(request.tokens) for request in requests),
         )
         self._counters.show_budget(self.budget.state())
+        if self._prompt_tokens is not None:
+            # What a step has asked for the next one judges: prompt tokens alone are evidence of nothing, and a
+            # budget that has given up would never learn better.
+            candidates = [len(tree) > 0 and tree.tokens[0] < self._vocab_size for tree in trees]
+            sizes = [max(size, int(known)) for size, known in zip(sizes, candidates, strict=True)]
         return sizes
 
     def _clock_step(self, runner: Any, trees: StepTrees) -> None:

@@ -97,9 +97,10 @@ class Ppd(Proposer):
         return self._trials.nbytes + self._hits.nbytes
 
     def reach(self) -> Float64:
-        """float64 ``[num_prompt_tokens]`` descending: the chance that so deep a candidate is accepted, if there is one.
+        """float64 ``[num_prompt_tokens]`` descending: the chance that a step in such a state accepts so deep a node.
 
-        It is what a prompt token more brings in the step after: ``F_i - F_(i-1)``.
+        It is what a prompt token more brings in the step after: ``F_i - F_(i-1)``. Trees count as they were verified:
+        what a budget cuts off is not accepted.
         """
         found = np.empty(self._most)
         above = 1.0
@@ -126,7 +127,7 @@ class Ppd(Proposer):
                     self._hits *= FADE
                     judged = True
                 self._trials[:depth] += 1.0
-                self._hits[: len(path) - 1] += 1.0
+                self._hits[: min(depth, len(path) - 1)] += 1.0
             chain = self._chain(rows.tokens[own], rows.parents[own], int(path[-1])) + own.start
             if len(chain):
                 log_p = rows.top_logits[chain] - rows.log_total[chain, None]

@@ -113,6 +113,8 @@ class VerifiedRows:
     # [num_requests] the tokens each request put out: the accepted path, then one sampled; none while a prompt
     # is incomplete. They judge a proposed tree whole, also the part of it that was not verified.
     emitted: Sequence[Sequence[int]]
+    # [num_rows] the log of the sum of the exponentials of a row's logits; of rows that nobody wants it of, 0.
+    log_total: Float32 | None = None
 
     def where(self, kept: npt.NDArray[np.bool_]) -> VerifiedRows:
         """Some of the rows, of the same requests.
@@ -129,6 +131,7 @@ class VerifiedRows:
             accepted=self.accepted[kept],
             top_ids=self.top_ids[kept],
             top_logits=self.top_logits[kept],
+            log_total=None if self.log_total is None else self.log_total[kept],
         )
 
 
@@ -152,6 +155,10 @@ class Proposer(ABC):
     why_v1: ClassVar[str] = ""  # of those: what "it" does
     # How many of each verified row's best tokens `observe` wants; 0 spares the top-k.
     verified_top_k: int = 0
+    # Whether `observe` wants ``log_total`` of prompt tokens' rows, which makes probabilities of these tokens' logits.
+    verified_log_total: ClassVar[bool] = False
+    # Whether `hybrid` may have it among its drafters.
+    fuses: ClassVar[bool] = True
 
     @classmethod
     @abstractmethod
@@ -277,5 +284,6 @@ def practise(proposer: Proposer, tokens: Int32) -> None:
             np.zeros((1, proposer.verified_top_k), np.int32),
             np.zeros((1, proposer.verified_top_k), np.float32),
             [[0]],
+            np.zeros(1, np.float32) if proposer.verified_log_total else None,
         )
     )

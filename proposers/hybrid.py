@@ -85,6 +85,10 @@ def make_options(drafter: dict[str, Any] | str) -> tuple[type[Proposer], MethodO
         raise ValueError(
             f"drafters: {name!r} drafts with passes of a model, which cannot be fused yet; leave it out"
         )
+    if not proposer.fuses:
+        raise ValueError(
+            f"drafters: {name!r} has rows in the tree that only its own drafts go with; leave it out, or use it alone"
+        )
     try:
         return proposer, proposer.Options.model_validate(options)
     except ValidationError as error:

@@ -27,6 +27,7 @@ METHODS: dict[str, str] = {
     "unified_skip": "vllm_ext.proposers.unified_skip:UnifiedSkip",
     "eagle_tree": "vllm_ext.proposers.eagle:Eagle",
     "medusa_tree": "vllm_ext.proposers.medusa:Medusa",
+    "ppd": "vllm_ext.proposers.ppd:Ppd",
     "spectr": "vllm_ext.proposers.spectr:SpecTr",
 }
 

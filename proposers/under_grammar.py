@@ -31,8 +31,14 @@ class Matcher(Protocol):
         """Take back the last ones."""
 
 
-def legal_nodes(matcher: Matcher, tree: DraftTree) -> npt.NDArray[np.bool_]:
-    """bool ``[num_nodes]``: nodes whose whole path the grammar allows. Leaves the matcher as it was."""
+def legal_nodes(matcher: Matcher, tree: DraftTree, vocab_size: int | None = None) -> npt.NDArray[np.bool_]:
+    """bool ``[num_nodes]``: nodes whose whole path the grammar allows. Leaves the matcher as it was.
+
+    Args:
+        matcher: at the tree's root.
+        tree: any.
+        vocab_size: ids from there on are prompt tokens (`ppd`): no text, and allowed where the node above is.
+    """
     legal = np.zeros(len(tree), dtype=np.bool_)
     tokens = tree.tokens.tolist()
     children: list[list[int]] = [[] for _ in range(len(tree) + 1)]  # the root's last, which index -1 reads
@@ -41,7 +47,10 @@ def legal_nodes(matcher: Matcher, tree: DraftTree) -> npt.NDArray[np.bool_]:
 
     def visit(parent: int) -> None:
         for node in children[parent]:
-            if matcher.accept(tokens[node]):
+            if vocab_size is not None and tokens[node] >= vocab_size:
+                legal[node] = True
+                visit(node)
+            elif matcher.accept(tokens[node]):
                 legal[node] = True
                 visit(node)
                 matcher.rollback(1)
@@ -51,7 +60,12 @@ def legal_nodes(matcher: Matcher, tree: DraftTree) -> npt.NDArray[np.bool_]:
 
 
 def under_grammar(
-    matcher: Matcher, tree: DraftTree, forced: Sequence[int], num_nodes: int, max_depth: int
+    matcher: Matcher,
+    tree: DraftTree,
+    forced: Sequence[int],
+    num_nodes: int,
+    max_depth: int,
+    vocab_size: int | None = None,
 ) -> DraftTree:
     """The tree without what the grammar forbids, and with what it demands.
 
@@ -62,8 +76,9 @@ def under_grammar(
             like others; as far as the grammar allows them, of probability 1.
         num_nodes: most nodes.
         max_depth: deepest node of the forced ones.
+        vocab_size: see `legal_nodes`.
     """
-    legal = tree.where(legal_nodes(matcher, tree))
+    legal = tree.where(legal_nodes(matcher, tree, vocab_size))
     certain = np.array(forced[:max_depth], dtype=np.int32)
     if not len(certain):
         return legal.prefix(num_nodes)

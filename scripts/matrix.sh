@@ -28,6 +28,11 @@ for method in $methods; do
             .venv/bin/vllm-ext train heads --model "$model" --kind "${method%_tree}" --own-prompts 64 --samples 1 --minutes 1 --output "$work/$method"
             given="{\"method\": \"$method\", \"model\": \"$work/$method\"}"
             ;;
+        ppd)
+            model=$(.venv/bin/python -c 'from vllm_ext.demo.embedded_model import ensure_model; print(ensure_model())' | tail -1)
+            .venv/bin/vllm-ext train heads --kind ppd --model "$model" --own-prompts 64 --samples 1 --minutes 1 --output "$work/prompts"
+            given="{\"method\": \"ppd\", \"model\": \"$work/prompts\"}"
+            ;;
         *) given=$(.venv/bin/python -c "$with_options" "$method") ;;
     esac
     # Of a test of 16 and of 40 prompts, the one.

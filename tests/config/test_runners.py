@@ -127,7 +127,12 @@ def test_where_methods_draft_on_v2() -> None:
     places = {name: load_method(name).on_v2 for name in METHODS}
     with_model = {name for name in METHODS if issubclass(load_method(name), DraftModelProposer)}
     on_device = {name for name, place in places.items() if place == "device"}
-    assert {name for name, place in places.items() if place is None} == {"del", "eagle_tree", "medusa_tree"}
+    assert {name for name, place in places.items() if place is None} == {
+        "del",
+        "eagle_tree",
+        "medusa_tree",
+        "ppd",
+    }
     assert on_device == with_model - {"del", "eagle_tree", "medusa_tree"} | {"token_recycling", "hybrid"}
 
 

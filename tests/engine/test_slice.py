@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import tiny_eagle
 import tiny_heads
+import tiny_prompts
 from conftest import engine
 from distribution import BLOCK_SIZE, SAMPLES, expected, least_p_value, p_value, sample
 from helpers import assert_same_outputs, own_prompts
@@ -39,7 +40,7 @@ def method(
     slice_dir: str, tested_method: dict[str, Any], tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, Any]:
     """The tested one; corpus and heads are the slice's, whose tokenizer has fewer tokens than the model's."""
-    kinds = {"eagle_tree": tiny_eagle, "medusa_tree": tiny_heads}
+    kinds = {"eagle_tree": tiny_eagle, "medusa_tree": tiny_heads, "ppd": tiny_prompts}
     if kind := kinds.get(tested_method["method"]):
         return {**tested_method, "model": kind.random(tmp_path_factory.mktemp("heads"), Path(slice_dir))}
     if "datastore" not in tested_method:

@@ -84,8 +84,9 @@ MAKE = {name: SMALL.get(name, functools.partial(default, name)) for name in LEAR
 
 
 def test_every_method_is_tested_here() -> None:
-    learning = {name for name in METHODS if not issubclass(load_method(name), DraftModelProposer)}
-    assert set(MAKE) == learning  # a draft model learns nothing here
+    # A draft model learns nothing here, and prompt tokens a few counts.
+    without = {name for name in METHODS if issubclass(load_method(name), DraftModelProposer)} | {"ppd"}
+    assert set(MAKE) == set(METHODS) - without
 
 
 class Traffic:

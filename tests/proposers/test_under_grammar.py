@@ -70,6 +70,19 @@ def test_a_node_is_legal_if_its_path_is(tree: DraftTree, sequences: list[tuple[i
     assert kept.probabilities.tolist() == tree.probabilities[legal].tolist()
 
 
+def test_prompt_tokens_stand_where_their_nodes_do() -> None:
+    """Ids behind the vocabulary, 4 here, are no text: the grammar is not asked of them."""
+    tree = DraftTree(
+        np.array([2, 4, 1, 5, 4, 4], np.int32),
+        np.array([-1, -1, -1, 1, 0, 2], np.int32),
+        np.linspace(0.9, 0.4, 6, dtype=np.float32),
+    )
+    matcher = Prefixes([(2, 3)])
+    assert legal_nodes(matcher, tree, 4).tolist() == [True, True, False, True, True, False]
+    assert matcher.taken == ()
+    assert under_grammar(matcher, tree, [], 9, 9, 4).tokens.tolist() == [2, 4, 5, 4]
+
+
 CERTAIN = DraftTree.chain(np.array([2], np.int32), np.ones(1, np.float32))
 
 

@@ -25,10 +25,10 @@ from vllm_ext.data.answers import Answer
 from vllm_ext.proposers.sampled import ROOT
 from vllm_ext.training.draft_model import Recipe
 from vllm_ext.training.eagle import EagleShape, Head, begun, default_layers, save
-from vllm_ext.training.eagle_figures import Grown, figures
 from vllm_ext.training.eagle_texts import EagleTexts, batch_of, batches_of, read
 from vllm_ext.training.eagle_training import train, unrolled
-from vllm_ext.training.head_figures import RANKS
+from vllm_ext.training.figures.common import RANKS
+from vllm_ext.training.figures.eagle import Grown, figures
 
 VOCAB, WIDTH, SAID = 64, 32, 40
 SHAPE = EagleShape((1, 2, 4), SAID, 48)

@@ -15,7 +15,8 @@ import torch
 from vllm_ext.data.answers import Answer
 from vllm_ext.engine.models.medusa_heads import MedusaHeads
 from vllm_ext.training.draft_model import Recipe
-from vllm_ext.training.head_figures import per_doubling
+from vllm_ext.training.figures.common import per_doubling
+from vllm_ext.training.figures.medusa import figures
 from vllm_ext.training.medusa import (
     Heads,
     MedusaShape,
@@ -26,7 +27,6 @@ from vllm_ext.training.medusa import (
     save,
     train,
 )
-from vllm_ext.training.medusa_figures import figures
 from vllm_ext.training.timed import ASKED, CURVE
 
 VOCAB, WIDTH = 48, 32

@@ -105,7 +105,11 @@ class StepTrees:
         return slice(int(self.row_start[request]), int(self.row_start[request + 1]))
 
     def verified(
-        self, request_ids: Sequence[str], emitted: Sequence[Sequence[int]], top: tuple[Int32, Float32] | None
+        self,
+        request_ids: Sequence[str],
+        emitted: Sequence[Sequence[int]],
+        top: tuple[Int32, Float32] | None,
+        log_total: Float32 | None = None,
     ) -> VerifiedRows:
         """What the step has found out, for a proposer.
 
@@ -113,13 +117,14 @@ class StepTrees:
             request_ids: the batch.
             emitted: by batch index, the tokens each request put out.
             top: of each row the likeliest tokens and their logits, where they are wanted.
+            log_total: float32 ``[num_rows]``, where it is wanted; see `VerifiedRows`.
         """
         accepted = self.parents < 0
         for start, path, tokens in zip(self.row_start.tolist(), self.accepted, emitted, strict=False):
             accepted[[start + row for row in path[: len(tokens)]]] = True
         ids, logits = top or no_top(len(self.tokens))
         return VerifiedRows(
-            request_ids, self.row_start, self.tokens, self.parents, accepted, ids, logits, emitted
+            request_ids, self.row_start, self.tokens, self.parents, accepted, ids, logits, emitted, log_total
         )
 
     def branching_rows(self) -> tuple[Int32, Int32]:

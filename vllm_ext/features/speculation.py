@@ -15,7 +15,7 @@ from vllm.logger import init_logger
 from vllm_ext import __version__, patches
 from vllm_ext.config import processors, refusals, runners, schedulers, speculative
 from vllm_ext.config.speculative import Settings
-from vllm_ext.engine.models import eagle_head, layer_slices, medusa_heads, second_model
+from vllm_ext.engine.models import eagle_head, layer_slices, medusa_heads, prompt_embeddings, second_model
 from vllm_ext.engine.processors import v1_interface
 from vllm_ext.engine.state import state_file
 from vllm_ext.features import class_paths
@@ -24,6 +24,7 @@ from vllm_ext.proposers import level_budget
 from vllm_ext.proposers.draft_model import DraftModelOptions, DraftModelProposer, PassOptions
 from vllm_ext.proposers.eagle import EagleOptions
 from vllm_ext.proposers.hybrid import heads_of
+from vllm_ext.proposers.ppd import PpdOptions
 from vllm_ext.proposers.self_draft import SelfDraftOptions
 
 logger = init_logger("vllm.vllm_ext")
@@ -107,6 +108,8 @@ class Speculation(Feature):
         if (heads := heads_of(settings.options)) is not None:
             of_kind = eagle_head if isinstance(heads, EagleOptions) else medusa_heads
             of_kind.check(vllm_config, heads.model)
+        if isinstance(settings.options, PpdOptions):
+            prompt_embeddings.check(vllm_config, settings.options.model, settings.options.num_prompt_tokens)
         if isinstance(settings.options, SelfDraftOptions):
             layer_slices.check(vllm_config, settings)
         patches.read_requests()

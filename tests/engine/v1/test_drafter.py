@@ -26,6 +26,7 @@ from vllm_ext.engine.v1.paired_rows import PairedRows
 from vllm_ext.kernels.learned_arrays import Learned, check_array
 from vllm_ext.proposers.base import Proposer, Request, VerifiedRows
 from vllm_ext.proposers.budget import GoodputBudget
+from vllm_ext.proposers.ppd import PpdOptions
 from vllm_ext.proposers.token_recycling import TokenRecycling
 from vllm_ext.proposers.tree import DraftTree
 from vllm_ext.samplers.tree_walk import greedy_walk
@@ -253,6 +254,37 @@ def test_placeholders_are_nobodys_drafts(drafter: Drafter, recorder: Recorder) -
     counters = drafter.counters()
     assert counters["spec_draft_tokens"] == 1
     assert counters["fallbacks:proposer_error"] == 0
+
+
+def test_prompt_tokens_are_no_drafts(drafter: Drafter, recorder: Recorder) -> None:
+    """Rows of ids behind the vocabulary: they promise nothing of this step, and lower no rate of acceptance."""
+    drafter.budget = GoodputBudget(3)
+    recorder.draft = DraftTree.chain(
+        np.array([7, VOCAB, VOCAB + 1], np.int32), np.array([0.5, 0.4, 0.2], np.float32)
+    )
+    drafter.proposed["a"] = recorder.draft
+    runner = Runner({"a": ([1], [5, 7, 3], params())}, [[5, 7, VOCAB, VOCAB + 1]])
+    predicted: list[Any] = []
+    drafter.budget.observe = lambda *evidence: predicted.append(evidence)  # type: ignore[method-assign]
+    step(drafter, runner, [3], [[7, 3]])
+    assert predicted == [(["a"], [0.5], [1])]
+    assert drafter.counters()["spec_draft_tokens"] == 1
+    assert drafter.counters()["spec_accepted_tokens"] == 1
+    assert drafter.counters()["fallbacks:proposer_error"] == 0
+
+
+@pytest.mark.parametrize(("first", "drafted"), [(7, [7]), (VOCAB, [])])
+def test_what_prompt_tokens_were_asked_for_is_judged(
+    drafter: Drafter, recorder: Recorder, first: int, drafted: list[int]
+) -> None:
+    """A budget that gives no rows has its evidence by candidates alone, which there are only after prompt tokens."""
+    drafter.budget = GoodputBudget(3)
+    drafter.budget.choose = lambda names, *_: [0] * len(names)  # type: ignore[method-assign]
+    drafter._prompt_tokens = PpdOptions(model="m")
+    recorder.draft = DraftTree.chain(np.array([first, VOCAB + 1], np.int32), np.array([0.5, 0.4], np.float32))
+    runner = Runner({"a": ([1], [5], params())}, [[1]])
+    assert step(drafter, runner, [0], [[5]]) == [drafted]
+    assert drafter.counters()["fallbacks:proposer_error"] == 0
 
 
 @pytest.mark.parametrize(

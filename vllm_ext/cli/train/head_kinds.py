@@ -14,7 +14,7 @@ from vllm_ext.cli.train.common import check_layers, dtype_of, layers_of, numbers
 if TYPE_CHECKING:
     from vllm_ext.data.answers import Answer
     from vllm_ext.data.atomic_files import Progress
-    from vllm_ext.training.head_figures import HeadFigures
+    from vllm_ext.training.figures.common import HeadFigures
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ def _medusa(
     report: Progress,
 ) -> Trainable:
     from vllm_ext.training import medusa
-    from vllm_ext.training.medusa_figures import figures
+    from vllm_ext.training.figures.medusa import figures
 
     texts = medusa.read(model, learnt, tokens, report)
     test = medusa.read(model, held_out, tokens, report)
@@ -119,7 +119,7 @@ def _eagle(
     report: Progress,
 ) -> Trainable:
     from vllm_ext.training import eagle, eagle_texts, eagle_training
-    from vllm_ext.training.eagle_figures import figures
+    from vllm_ext.training.figures.eagle import figures
 
     own = {name: value for name, value in shape.items() if name != "num_passes"}
     texts = eagle_texts.read(model, own["aux_layers"], learnt, tokens, report)
@@ -135,6 +135,40 @@ def _eagle(
     )
 
 
+def _ppd_shape(folder: Path, vocabulary: int, options: dict[str, Any]) -> dict[str, Any]:
+    return dict(options)
+
+
+def _ppd(
+    model: Any,
+    shape: dict[str, Any],
+    folder: Path,
+    learnt: Sequence[Answer],
+    held_out: Sequence[Answer],
+    tokens: int,
+    report: Progress,
+) -> Trainable:
+    from vllm_ext.training import ppd
+    from vllm_ext.training.draft_model import Recipe
+    from vllm_ext.training.figures.common import MOST_TOKENS
+    from vllm_ext.training.figures.ppd import figures
+
+    texts = ppd.readable(learnt, tokens)
+    prompts = ppd.Prompts(model, shape["prompt_tokens"], Recipe().seed)
+
+    def worth(sizes: Sequence[int], most: int = MOST_TOKENS) -> HeadFigures:
+        return figures(model, prompts, held_out, sizes, Recipe().max_length, most)
+
+    return Trainable(
+        prompts.embeddings.numel(),
+        sum(len(answer.top_ids) for answer in texts),
+        any(answer.is_greedy for answer in held_out),
+        partial(ppd.train, model, prompts, texts),
+        worth,
+        partial(ppd.save, prompts, model.get_output_embeddings().weight.shape[0], dtype_of(folder)),
+    )
+
+
 KINDS = {
     "medusa": Kind("medusa_tree", {"num_heads": 4, "num_layers": 1}, 512, 1e-3, _medusa_shape, _medusa),
     "eagle": Kind(
@@ -145,4 +179,5 @@ KINDS = {
         _eagle_shape,
         _eagle,
     ),
+    "ppd": Kind("ppd", {"prompt_tokens": 3}, 192, 1e-2, _ppd_shape, _ppd),
 }

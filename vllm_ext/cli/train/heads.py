@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``vllm-ext train heads``: heads that draft from the target's own hidden states."""
+"""``vllm-ext train heads``: heads that draft from the target's own hidden states, and prompt tokens."""
 
 from __future__ import annotations
 
@@ -40,7 +40,9 @@ def heads_command(
     output: Annotated[
         Path, typer.Option(help="Folder of the heads. Its `work` holds answers and checkpoint.")
     ],
-    kind: Annotated[str, typer.Option(help="medusa or eagle.")] = "medusa",
+    kind: Annotated[
+        str, typer.Option(help="medusa, eagle, or ppd: prompt tokens instead of heads.")
+    ] = "medusa",
     prompts: Prompts = None,
     answers: Answers = None,
     num_heads: Annotated[
@@ -59,6 +61,9 @@ def heads_command(
     ] = None,
     intermediate_size: Annotated[
         int | None, typer.Option(min=1, help="Of eagle: width of the MLP; the target's, if not given.")
+    ] = None,
+    prompt_tokens: Annotated[
+        int | None, typer.Option(min=1, max=8, help="Of ppd: depths of the tree; 3.")
     ] = None,
     vocabulary: Annotated[
         int, typer.Option(min=32, help="Tokens that heads can say: the most frequent ones of the answers.")
@@ -90,12 +95,13 @@ def heads_command(
             "aux_layers": aux_layers,
             "num_passes": num_passes,
             "intermediate_size": intermediate_size,
+            "prompt_tokens": prompt_tokens,
         }
         chosen, options = kind_of(kind, own)
         from vllm_ext.data.model_files import snapshot
         from vllm_ext.training.draft_model import Recipe, split
         from vllm_ext.training.early_exits import shuffled
-        from vllm_ext.training.head_figures import MOST_TOKENS, per_doubling
+        from vllm_ext.training.figures.common import MOST_TOKENS
 
         folder = snapshot(target)
         source = Source(folder, prompts, answers, own_prompts, samples, max_tokens, top_k)
@@ -121,9 +127,23 @@ def heads_command(
         heads.save(output)
     say(
         console,
-        f"{output}: {heads.num_parameters / 1e6:.1f} million parameters, "
-        f"{heads.num_tokens:,} tokens of answers learnt from",
+        f"{output}: {heads.num_parameters:,} parameters, {heads.num_tokens:,} tokens of answers learnt from",
     )
+    _say_results(console, chosen.method, found, points, minutes, started, output)
+
+
+def _say_results(
+    console: Console,
+    method: str,
+    found: Any,
+    points: list[tuple[int, float]],
+    minutes: float,
+    started: float,
+    output: Path,
+) -> None:
+    """What they are worth, and how to serve them."""
+    from vllm_ext.training.figures.common import per_doubling
+
     _say_figures(console, found)
     if (more := per_doubling(points)) is not None:
         say(
@@ -137,7 +157,7 @@ def heads_command(
             "do not serve this: raise --minutes, or give more prompts. Run again, it goes on from here",
         )
         return
-    config = json.dumps({"method": chosen.method, "model": str(output.resolve())})
+    config = json.dumps({"method": method, "model": str(output.resolve())})
     say(console, f"serve with: --speculative-config '{config}'")
 
 

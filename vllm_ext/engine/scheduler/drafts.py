@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from vllm_ext.proposers.sampled import ASKED_PER_NODE, MOST_READ
@@ -31,7 +32,13 @@ class DraftSlots:
 
 
 class DraftCounts:
-    """Keeps what vLLM has filled a request's rows up with out of its counts of drafts."""
+    """Keeps rows that are no drafts out of vLLM's counts: those it fills up with, and prompt tokens (`ppd`)."""
+
+    vllm_config: Any
+
+    @functools.cached_property
+    def _vocab_size(self) -> int:
+        return int(self.vllm_config.model_config.get_vocab_size())
 
     def make_spec_decoding_stats(
         self,
@@ -49,9 +56,11 @@ class DraftCounts:
         )
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
-        """vLLM's. It counts as drafts what it has filled a request's rows up with, unless it is told not to."""
+        """vLLM's. It counts all rows as drafts, unless it is told of those that are none."""
+        most = self._vocab_size
         drafts = scheduler_output.scheduled_spec_decode_tokens
-        if filled := {name: len(tokens) for name, tokens in drafts.items() if tokens and tokens[0] < 0}:
+        counts = {name: sum(not 0 <= token < most for token in tokens) for name, tokens in drafts.items()}
+        if others := {name: count for name, count in counts.items() if count}:
             known = scheduler_output.num_invalid_spec_tokens or {}
-            scheduler_output.num_invalid_spec_tokens = {**known, **filled}
+            scheduler_output.num_invalid_spec_tokens = {**known, **others}
         return super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[misc]

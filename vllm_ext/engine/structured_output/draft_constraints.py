@@ -42,7 +42,8 @@ class DraftConstraints:
         self.grammars = Grammars(vllm_config) if in_worker(vllm_config) else None
         self._ruled: RuledRequests | None = None
         if (ruled := rules.of_vllm_config(vllm_config)) is not None:
-            self._ruled = RuledRequests(ruled, ModelVocabulary.of(vllm_config.model_config))
+            model = vllm_config.model_config
+            self._ruled = RuledRequests(ruled, ModelVocabulary.of(model), model.get_vocab_size())
 
     def start(self, request_id: str, params: Any) -> None:
         """A request has come, and none of it is computed yet."""
@@ -99,8 +100,8 @@ class DraftConstraints:
 class RuledRequests:
     """The drafts that sampling rules allow, of the running requests that are under rules."""
 
-    def __init__(self, settings: RuleSettings, vocabulary: ModelVocabulary) -> None:
-        self._settings = settings
+    def __init__(self, settings: RuleSettings, vocabulary: ModelVocabulary, vocab_size: int) -> None:
+        self._settings, self._vocab_size = settings, vocab_size
         self._rules = rules.load(settings.as_json, vocabulary)
         self._asking: dict[str, tuple[list[Asking], Asked, int]] = {}  # by request id; and what ends it
         self._kept: dict[str, dict[str, dict[int, Any]]] = {}  # by request id, by rule; see `Row.kept`
@@ -130,7 +131,9 @@ class RuledRequests:
                 if constraint is not None:
                     most = min(request.budget_tokens, request.max_depth)
                     forced = constraint.forced(most)
-                    tree = under_grammar(constraint, tree, forced, request.budget_tokens, request.max_depth)
+                    tree = under_grammar(
+                        constraint, tree, forced, request.budget_tokens, request.max_depth, self._vocab_size
+                    )
             except Exception as error:  # of the drafts alone: the row itself says what becomes of the request
                 logger.warning(
                     "vllm-ext: rule %r failed for a draft, which the request goes without: %s",

@@ -103,6 +103,7 @@ class Grammars:
         from vllm.v1.structured_output import StructuredOutputManager
 
         self._manager = StructuredOutputManager(vllm_config)
+        self._vocab_size: int = vllm_config.model_config.get_vocab_size()
         if vllm_config.parallel_config.world_size > 1:
             # All ranks must see the same trees: none may have its grammar a step before another.
             self._manager._use_async_grammar_compilation = False
@@ -163,7 +164,9 @@ class Grammars:
         forced = self._only_choices(grammar, most)
         if not forced:
             forced = self._tokens(grammar.forced_text(), request.tokens[request.num_prompt_tokens :].tolist())
-        return under_grammar(grammar, tree, forced, request.budget_tokens, request.max_depth)
+        return under_grammar(
+            grammar, tree, forced, request.budget_tokens, request.max_depth, self._vocab_size
+        )
 
     def _only_choices(self, grammar: Grammar, most: int) -> list[int]:
         """Tokens while each is the only one that is allowed."""

@@ -20,12 +20,14 @@ from vllm_ext.engine.drafting import logits_tap
 from vllm_ext.engine.drafting.host_proposer import STEP_FAULT, HostProposer
 from vllm_ext.engine.drafting.requests import BatchTexts
 from vllm_ext.engine.drafting.step_clock import StepClock
+from vllm_ext.engine.models import prompt_embeddings
 from vllm_ext.engine.structured_output.draft_constraints import DraftConstraints
 from vllm_ext.engine.tree_layout import StepTrees
 from vllm_ext.proposers.base import Proposer, Request, chains_where_asked
 from vllm_ext.proposers.budget import GoodputBudget
 from vllm_ext.proposers.draft_model import DraftModelProposer
 from vllm_ext.proposers.hybrid import Hybrid, heads_of
+from vllm_ext.proposers.ppd import PpdOptions
 from vllm_ext.proposers.sampled import ASKED_PER_NODE
 from vllm_ext.proposers.tree import DraftTree, Int32
 
@@ -55,7 +57,11 @@ class Drafter:
         # On all ranks alike: what is tapped decides how greedy tokens are found.
         self._exports = getattr(settings.options, "export_dir", None) is not None
         self._export = Export.of(vllm_config.parallel_config, settings.options) if self._exports else None
-        self._tap = logits_tap.LogitsTap(with_total=self._export is not None)
+        with_total = self._export is not None or self.proposer.verified_log_total
+        self._tap = logits_tap.LogitsTap(with_total)
+        # Of `ppd`. Ids from the vocabulary's size on are prompt tokens: rows of a tree that are no drafts.
+        self._prompt_tokens = settings.options if isinstance(settings.options, PpdOptions) else None
+        self._vocab_size: int = vllm_config.model_config.get_vocab_size()
         # By request id, the tree of the next step. The scheduler may cut it.
         self.proposed: dict[str, DraftTree] = {}
         # Why this model's drafts are chains; None where it can verify trees. Set once the caches are bound.
@@ -97,6 +103,10 @@ class Drafter:
             logits_tap.warm_up(model, of_model.get_vocab_size(), of_model.dtype, width)
         if self.passes is not None:
             self.passes.load(model)
+        if self._prompt_tokens is not None:
+            embeddings = prompt_embeddings.load(self._prompt_tokens.model)
+            embeddings = embeddings[: self._prompt_tokens.num_prompt_tokens]
+            prompt_embeddings.extend(model, embeddings, self._vocab_size)
         self._host.load()
 
     def close(self) -> None:
@@ -129,7 +139,9 @@ class Drafter:
         if not width:
             return None
         try:
-            return self._tap.read(logits, width)
+            # All that is put out is exported; else only what prompt tokens say is asked for as a distribution.
+            total_of = None if self._exports else np.flatnonzero(trees.tokens >= self._vocab_size)
+            return self._tap.read(logits, width, total_of)
         except Exception:
             self._host.fault("reading the logits failed; nothing is learnt from this step")
             return None
@@ -240,6 +252,11 @@ class Drafter:
             sum(len(request.tokens) for request in requests),
         )
         self._counters.show_budget(self.budget.state())
+        if self._prompt_tokens is not None:
+            # What a step has asked for the next one judges: prompt tokens alone are evidence of nothing, and a
+            # budget that has given up would never learn better.
+            candidates = [len(tree) > 0 and tree.tokens[0] < self._vocab_size for tree in trees]
+            sizes = [max(size, int(known)) for size, known in zip(sizes, candidates, strict=True)]
         return sizes
 
     def _clock_step(self, runner: Any, trees: StepTrees) -> None:
@@ -289,17 +306,17 @@ class Drafter:
         num_rows = np.add.reduceat(real, trees.row_start[:-1], dtype=np.int32)
         tapped = self._tap.take()
         if tapped is not None or not self.proposer.verified_top_k:
-            top = None if tapped is None else tapped.top
-            rows = trees.verified(runner.input_batch.req_ids, sampled, top).where(real)
+            top, log_total = (None, None) if tapped is None else tapped
+            rows = trees.verified(runner.input_batch.req_ids, sampled, top, log_total).where(real)
             self.proposer.observe(rows)
-            if self._export is not None and tapped is not None and tapped.log_total is not None:
-                self._export.observe(rows, tapped.log_total[real])
+            if self._export is not None and rows.log_total is not None:
+                self._export.observe(rows, rows.log_total)
         if self.budget is not None:
             names = runner.input_batch.req_ids
             self.budget.observe(
                 names,
                 [
-                    float(self.proposed[name].probabilities[: count - 1].sum()) if count > 1 else 0.0
+                    self._promised(name, count - 1) if count > 1 else 0.0
                     for name, count in zip(names, num_rows.tolist(), strict=True)
                 ],
                 [len(path) for path in trees.accepted],
@@ -308,10 +325,16 @@ class Drafter:
             drafts.observe(trees, runner.input_batch.req_ids, num_rows - 1, sampled)
         self._counters.add(
             {
-                "spec_draft_tokens": int(num_rows.sum()) - len(num_rows),
+                "spec_draft_tokens": int(num_rows.sum() - (trees.tokens >= self._vocab_size).sum())
+                - len(num_rows),
                 "spec_accepted_tokens": num_emitted - num_steps,
             }
         )
+
+    def _promised(self, name: str, size: int) -> float:
+        """Tokens of the next step that the first nodes of a request's tree were worth, prompt tokens left out."""
+        tree = self.proposed[name].prefix(size)
+        return float(tree.probabilities[tree.tokens < self._vocab_size].sum())
 
     def _requests(
         self, runner: Any, num_draft_tokens: list[int], sampled: list[list[int]], kept: list[int]
@@ -325,7 +348,14 @@ class Drafter:
             if self.budget is not None and self._may_hint:
                 nodes = min(nodes, self.budget.hint(name))
             known = self._host.known.get(name)
-            chain = self._only_chain(runner.requests[name].sampling_params)
+            params = runner.requests[name].sampling_params
+            chain = self._only_chain(params)
+            if (
+                self._prompt_tokens
+                and params.structured_outputs is not None
+                and not self.constraints.grammars
+            ):
+                nodes = 0  # the core, which masks such rows, takes prompt tokens for text
             request = self._texts.request(runner, slot, emitted, kept[slot], nodes, known, chain)
             if not self._host.start(request):
                 continue

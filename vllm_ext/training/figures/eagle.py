@@ -19,7 +19,7 @@ from vllm_ext.training.draft_model import multiplies_bfloat16
 from vllm_ext.training.eagle import Head
 from vllm_ext.training.eagle_texts import EagleTexts, batch_of
 from vllm_ext.training.eagle_training import unrolled
-from vllm_ext.training.head_figures import MOST_TOKENS, RANKS, HeadFigures, tokens_per_step
+from vllm_ext.training.figures.common import MOST_TOKENS, RANKS, HeadFigures, tokens_per_step
 
 MAX_DEPTH = 8  # of trees, the methods' default
 GREEDY = Sampling(temperature=0.0, top_p=1.0, top_k=0, min_p=0.0, seed=None)

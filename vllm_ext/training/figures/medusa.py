@@ -11,7 +11,7 @@ import torch
 from vllm_ext.kernels.sparse import Float64, Int32, Sparse
 from vllm_ext.proposers.medusa import product_tree
 from vllm_ext.proposers.tree import DraftTree
-from vllm_ext.training.head_figures import MOST_TOKENS, RANKS, HeadFigures, tokens_per_step
+from vllm_ext.training.figures.common import MOST_TOKENS, RANKS, HeadFigures, tokens_per_step
 from vllm_ext.training.medusa import Heads, Texts
 
 

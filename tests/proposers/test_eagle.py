@@ -16,8 +16,7 @@ from vllm_ext.proposers.tree import DraftTree
 
 
 def make(**options: Any) -> Eagle:
-    proposer = Eagle.from_options(EagleOptions(model="m", **options), VOCAB)
-    assert isinstance(proposer, Eagle)
+    proposer = Eagle(EagleOptions(model="m", **options))
     proposer.draft = Draft()
     return proposer
 
@@ -84,14 +83,12 @@ def test_no_request_has_anothers_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_options() -> None:
     with pytest.raises(ValidationError, match="model"):
-        EagleOptions()
-    for drafters in (
-        ["suffix_tree", {"method": "eagle_tree", "model": "m"}],
-        [{"method": "eagle_tree", "model": "m"}],
-    ):
+        EagleOptions.model_validate({})
+    head: dict[str, Any] = {"method": "eagle_tree", "model": "m"}
+    lists: list[list[dict[str, Any] | str]] = [["suffix_tree", head], [head]]
+    for drafters in lists:
         assert heads_of(HybridOptions(drafters=drafters)) == EagleOptions(model="m")
-    both = [{"method": "eagle_tree", "model": "m"}, {"method": "medusa_tree", "model": "h"}]
     with pytest.raises(
         ValidationError, match="eagle_tree and medusa_tree both read the target's hidden states"
     ):
-        HybridOptions(drafters=both)
+        HybridOptions(drafters=[head, {"method": "medusa_tree", "model": "h"}])

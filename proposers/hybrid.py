@@ -13,6 +13,7 @@ first distribution (there is none among these drafters).
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
@@ -28,6 +29,7 @@ from vllm_ext.proposers.base import MethodOptions, Proposer, Request, VerifiedRo
 from vllm_ext.proposers.calibration import Calibration
 from vllm_ext.proposers.draft_model import DraftModelProposer
 from vllm_ext.proposers.eagle import Eagle, EagleOptions
+from vllm_ext.proposers.joint_tree import PassGain, unsaid
 from vllm_ext.proposers.medusa import MedusaOptions
 from vllm_ext.proposers.tree import DraftTree, Float32
 
@@ -135,6 +137,12 @@ class Hybrid(Proposer):
         agreeing = np.array([mask.bit_count() for mask in range(1, 1 << len(self.drafters))])
         prior = 1.0 - (1.0 - middles) * AGREEMENT ** (agreeing[:, None] - 1)
         self.calibration = Calibration(prior)  # of sets of drafters and bins
+        self.gain = PassGain()  # of a head's passes
+        # Set by the adapter where a head is among them: tokens that a pass must bring to pay, the first, of a request,
+        # and one after it; and what has the head read what was committed, for those that are drafted for.
+        self.least_first = self.least_reach = 0.0
+        self.read: Callable[[set[str]], None] = lambda _: None
+        self.head_seconds = 0.0  # of the last time that it drafted
 
     @classmethod
     def from_options(cls, options: HybridOptions, vocab_size: int) -> Hybrid:
@@ -169,6 +177,7 @@ class Hybrid(Proposer):
     def observe(self, rows: VerifiedRows) -> None:
         """Judge the fused trees of the last `propose`, and let every drafter learn."""
         self.calibration.judge(rows.request_ids, rows.emitted)
+        self.gain.judge(rows.request_ids, rows.emitted)
         for drafter in self.drafters:
             width = drafter.verified_top_k
             drafter.observe(
@@ -184,18 +193,41 @@ class Hybrid(Proposer):
         # Its passes come last: it goes on below what the others say.
         for place, drafter in enumerate(self.drafters):
             if isinstance(drafter, Eagle):
-                others = map(self._fuse, requests, zip(*proposals, strict=True))
-                drafter.beside = {
-                    request.request_id: DraftTree(*tree[:3])
-                    for request, tree in zip(requests, others, strict=True)
-                }
-                proposals[place] = drafter.propose(requests)
+                proposals[place] = self._beside(drafter, requests, list(zip(*proposals, strict=True)))
         fused = []
         for request, trees in zip(requests, zip(*proposals, strict=True), strict=True):
             tree = self._fuse(request, trees)
             self.calibration.drafted(request.request_id, tree)
             fused.append(DraftTree(*tree[:3]))
         return fused
+
+    def _beside(
+        self, drafter: Eagle, requests: Sequence[Request], proposals: Sequence[Sequence[DraftTree]]
+    ) -> list[DraftTree]:
+        """A head's trees, beside what the others say; none where they are so sure that it does not pay to ask."""
+        others = {
+            request.request_id: DraftTree(*self._fuse(request, trees)[:3])
+            for request, trees in zip(requests, proposals, strict=True)
+        }
+        given = self.gain.given
+        asked = {
+            request.request_id
+            for request in requests
+            if request.has_room and given * unsaid(others[request.request_id]) >= self.least_first
+        }
+        self.read(asked)
+        drafter.beside, drafter.least_reach = others, self.least_reach / given
+        started = time.perf_counter()
+        trees = drafter.propose(
+            [each if each.request_id in asked else replace(each, budget_tokens=0) for each in requests]
+        )
+        self.head_seconds = time.perf_counter() - started
+        for name in asked:
+            if name in drafter.blind:
+                continue
+            reach = [unsaid(others[name]), *drafter.reached.get(name, ())]
+            self.gain.drafted(name, others[name], reach)
+        return trees
 
     def _fuse(self, request: Request, trees: Sequence[DraftTree]) -> GrownTree:
         return fuse_trees(
@@ -211,6 +243,7 @@ class Hybrid(Proposer):
     def finish(self, request_id: str) -> None:
         """See `Proposer.finish`."""
         self.calibration.forget(request_id)
+        self.gain.forget(request_id)
         for drafter in self.drafters:
             drafter.finish(request_id)
 

@@ -17,8 +17,75 @@ from vllm_ext.proposers.likeliest_tree import LikeliestTree
 from vllm_ext.proposers.sampled import ROOT, largest, share
 from vllm_ext.proposers.tree import DraftTree
 
+FADE = 0.98  # of evidence, a step
+TRUST = 8.0  # reach's worth of it that FIRST of it is accepted, and said by no other
+FIRST = 0.6
 LEAST = 0.01  # with less a node of others is none of the draft's own
 UNSAID = 1e-6  # of such a node that has some of its own below
+
+
+class PassGain:
+    """What passes of a draft have brought that others had not: learnt from what became of them.
+
+    A pass is expected to bring `JointTree.reach`; what it brought is one where the text came to a node of its depth
+    that no other had proposed.
+    """
+
+    def __init__(self) -> None:
+        self._reach = self._hits = 0.0
+        self._drafted: dict[
+            str, tuple[DraftTree, list[float]]
+        ] = {}  # by request, what others said, reach by pass
+
+    @property
+    def given(self) -> float:
+        """Tokens for each of reach."""
+        return (self._hits + TRUST * FIRST) / (self._reach + TRUST)
+
+    def drafted(self, request_id: str, others: DraftTree, reach: Sequence[float]) -> None:
+        """A request has a tree.
+
+        Args:
+            request_id: whose.
+            others: what was proposed without the draft.
+            reach: of each of its passes.
+        """
+        self._drafted[request_id] = others, list(reach)
+
+    def judge(self, request_ids: Sequence[str], emitted: Sequence[Sequence[int]]) -> None:
+        """Learn from a verified step.
+
+        Args:
+            request_ids: the batch.
+            emitted: by request its tokens, those accepted and one more; none where it had no step.
+        """
+        self._reach *= FADE
+        self._hits *= FADE
+        for name, tokens in zip(request_ids, emitted, strict=True):
+            others, reach = self._drafted.pop(name, (None, []))
+            if others is not None and tokens:
+                self._reach += sum(reach)
+                self._hits += max(min(len(reach), len(tokens) - 1) - _depth_of(others, tokens), 0)
+
+    def forget(self, request_id: str) -> None:
+        """A request is gone."""
+        self._drafted.pop(request_id, None)
+
+
+def _depth_of(tree: DraftTree, tokens: Sequence[int]) -> int:
+    """How many of the tokens stand in the tree, one below the other."""
+    at = ROOT
+    for depth, token in enumerate(tokens):
+        below = np.flatnonzero((tree.parents == at) & (tree.tokens == token))
+        if not len(below):
+            return depth
+        at = int(below[0])
+    return len(tokens)
+
+
+def unsaid(others: DraftTree) -> float:
+    """The chance that the next token is none of those that others say."""
+    return max(1.0 - float(others.probabilities[others.parents == ROOT].sum()), 0.0)
 
 
 class JointTree(LikeliestTree):

@@ -81,6 +81,22 @@ def test_no_request_has_anothers_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
     assert set(draft.nodes_of) == {"b"}
 
 
+def test_a_hybrid_does_not_ask_where_others_are_sure(monkeypatch: pytest.MonkeyPatch) -> None:
+    sure = DraftTree.chain(np.array([3], np.int32), np.array([0.999], np.float32))
+    made, _ = hybrid(monkeypatch, sure)
+    made.calibration.estimates[...] = 0.99
+    asked = request("a")
+    made.start(asked)
+    read: list[set[str]] = []
+    made.read = read.append
+    made.least_first = 0.2
+    tree = made.propose([asked])[0]
+    assert tree.tokens.tolist() == [3]
+    made.least_first = 0.0
+    assert len(made.propose([asked])[0]) > 1
+    assert read == [set(), {"a"}]  # what was committed is taken in both
+
+
 def test_options() -> None:
     with pytest.raises(ValidationError, match="model"):
         EagleOptions.model_validate({})

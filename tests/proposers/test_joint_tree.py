@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from vllm_ext.kernels.sparse import Sparse
-from vllm_ext.proposers.joint_tree import JointTree
+from vllm_ext.proposers.joint_tree import JointTree, PassGain, unsaid
 from vllm_ext.proposers.likeliest_tree import LikeliestTree
 from vllm_ext.proposers.sampled import ROOT, TreeBuilder, grow
 from vllm_ext.proposers.tree import DraftTree
@@ -106,3 +106,29 @@ def test_no_pass_where_others_are_sure() -> None:
     asked = grown(JointTree(8, 8, chain(range(90, 92), 0.9)), least_reach=0.2)
     assert (90, 91) not in asked[0]
     assert len(grown(JointTree(8, 8, chain([90], 0.9)), least_reach=0.2)) > 1
+
+
+def test_what_passes_bring_is_what_no_other_said() -> None:
+    gain = PassGain()
+    before = gain.given
+    for _ in range(200):
+        # Three passes; the text is theirs and the others' at first, and at depth 3 theirs alone.
+        gain.drafted("a", chain([5, 6], 0.5), [0.5, 0.4, 0.3])
+        gain.judge(["a"], [[5, 6, 7, 8]])
+    assert gain.given == pytest.approx(1 / 1.2, rel=0.05)
+    for _ in range(400):
+        gain.drafted("a", chain([5, 6], 0.5), [0.5, 0.4])
+        gain.judge(["a", "b"], [[5, 6, 7], [1]])
+    assert gain.given < 0.15 < before
+    for _ in range(400):
+        gain.judge(["a"], [[5, 6, 7]])  # nothing of theirs was verified
+    assert gain.given == pytest.approx(before, rel=0.01)
+    gain.drafted("a", DraftTree.empty(), [1.0])
+    gain.forget("a")
+    gain.judge(["a"], [[5, 6]])
+    assert gain.given == pytest.approx(before, rel=0.01)
+
+
+def test_what_others_leave_unsaid() -> None:
+    assert unsaid(DraftTree.empty()) == 1.0
+    assert unsaid(chain([5, 6], 0.75)) == pytest.approx(0.25)

@@ -221,6 +221,7 @@ def test_rows_of_a_mixed_batch(drafter: Drafter, recorder: Recorder) -> None:
         "fallbacks:structured_output_chain": 0,
         "fallbacks:no_grammar": 0,
         "fallbacks:model_chain": 0,
+        "fallbacks:hidden_states_missing": 0,
     }
 
 

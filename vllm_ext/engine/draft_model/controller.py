@@ -278,13 +278,17 @@ class FusedHeads:
     def __init__(
         self, vllm_config: Any, options: EagleOptions | MedusaOptions, count: Callable[[str], None]
     ) -> None:
+        self._config = vllm_config
         self.passes = head_passes(vllm_config, options, count)
-        self._pass_seconds = 0.0  # of one over nodes
+        self._first = self._each = (
+            0.0  # seconds of reading what was committed, and of a pass after it with its host's
+        )
+        self._read: Callable[[set[str]], None] | None = None  # of this step, until it has taken place
 
     def before(
         self, runner: Any, trees: StepTrees, requests: Sequence[Request], hybrid: Hybrid, rate: float
     ) -> None:
-        """Read, for the requests that are drafted for, and hand over to the drafter that asks.
+        """Before all drafters are asked: hand over to the one that asks heads, and say what pays.
 
         Args:
             runner: vLLM's.
@@ -293,17 +297,38 @@ class FusedHeads:
             hybrid: the proposer; another may have been put in its place since the last step.
             rate: tokens per second that steps are expected to put out; 0: not known.
         """
-        for seconds in [each.seconds for each in self.passes.passes[1:]]:
-            known = self._pass_seconds or seconds
-            self._pass_seconds = known + PASS_RATE * (seconds - known)
-        for drafter in hybrid.drafters:
-            if isinstance(drafter, Eagle | Medusa):
-                _hand_over(self.passes, drafter)
-                # A pass that gives less than steps put out in its time does not pay.
-                drafter.least_reach = rate * self._pass_seconds
+        head = next(each for each in hybrid.drafters if isinstance(each, Eagle | Medusa))
+        _hand_over(self.passes, head)
+        self._learn(head.passes, hybrid.head_seconds)
+        hybrid.head_seconds = 0.0
+        # A pass that brings less than steps put out in its time does not pay.
+        least = rate * self._first / max(len(requests), 1), rate * self._each
+        if self._config.parallel_config.world_size > 1:  # clocks differ, and ranks must pass alike
+            least = get_tp_group().broadcast_object(least, src=0)
+        hybrid.least_first, hybrid.least_reach = least
         self.passes.verified(trees)
-        known_tokens = runner.input_batch.num_tokens_no_spec[: len(trees.query_row)].tolist()
-        self.passes.advance(known_tokens, {request.request_id for request in requests if request.has_room})
+        known = runner.input_batch.num_tokens_no_spec[: len(trees.query_row)].tolist()
+        self._read = lambda drafting: self.passes.advance(known, drafting)
+        if isinstance(head, Medusa):
+            self.read({request.request_id for request in requests if request.has_room})
+        else:
+            hybrid.read = self.read
+
+    def read(self, drafting: set[str]) -> None:
+        """Read what the step has committed; once a step."""
+        read, self._read = self._read, None
+        if read is not None:
+            read(drafting)
+
+    def _learn(self, passes: int, seconds: float) -> None:
+        if not seconds or not self.passes.passes:
+            return
+        first = self.passes.passes[0]
+        if not first.reads:
+            self._first += PASS_RATE * (first.seconds - self._first) if self._first else first.seconds
+        if passes:
+            each = seconds / passes
+            self._each += PASS_RATE * (each - self._each) if self._each else each
 
 
 def head_passes(

@@ -189,6 +189,8 @@ class Drafter:
                         rate = 0.0 if self.budget is None else self.budget.rate
                         self.heads.before(runner, trees, requests, self.proposer, rate)
                     proposals = self._host.propose(requests)
+                    if self.heads is not None:
+                        self.heads.read(set())  # where nobody asked: what was committed is taken all the same
                     outputs = [runner.requests[request.request_id].output_token_ids for request in requests]
                     proposals = self.constraints.apply(requests, outputs, proposals)
                     proposals = chains_where_asked(requests, proposals)

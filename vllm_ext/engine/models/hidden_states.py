@@ -59,10 +59,12 @@ class HiddenStates:
     def of_target(cls, runner: Any, layers: Sequence[int]) -> HiddenStates:
         """Those of a runner's model, which from now on has them in its steps."""
         config = runner.model_config
+        model = runner.get_model()
+        made = cls(model, config.model, config.get_total_num_hidden_layers(), layers)
         # Rules and a head may both read some.
-        layers = sorted({*layers, *runner.aux_layers})
-        made = cls(runner.get_model(), config.model, config.get_total_num_hidden_layers(), layers)
-        runner.use_aux_hidden_state_outputs, runner.aux_layers = True, layers
+        made.layers = sorted({*layers, *runner.aux_layers})
+        model.set_aux_hidden_state_layers(tuple(made.layers))
+        runner.use_aux_hidden_state_outputs, runner.aux_layers = True, made.layers
         return made
 
     def hold(self, streams: list[torch.Tensor], rows: torch.Tensor) -> None:

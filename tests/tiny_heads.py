@@ -84,11 +84,7 @@ def successors(folder: Path, tokenizer: Path) -> tuple[str, torch.Tensor]:
     """
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    draw = torch.Generator().manual_seed(0)
-    embeddings = torch.nn.functional.normalize(torch.randn(VOCAB, WIDTH, generator=draw))
-    order = torch.randperm(VOCAB, generator=draw)
-    after = torch.empty(VOCAB, dtype=torch.int64)
-    after[order] = order.roll(-1)
+    embeddings, after = cycle(WIDTH)
     config = LlamaConfig(
         vocab_size=VOCAB,
         hidden_size=WIDTH,
@@ -106,10 +102,25 @@ def successors(folder: Path, tokenizer: Path) -> tuple[str, torch.Tensor]:
             layer.mlp.down_proj.weight.zero_()
         model.model.embed_tokens.weight.copy_(embeddings)
         model.lm_head.weight.copy_(head_of(embeddings, after, 1))
+    return save(model, folder, tokenizer), after
+
+
+def cycle(width: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Embeddings ``[VOCAB, width]`` of length one, and int64 ``[VOCAB]`` the tokens' successors: one cycle of all."""
+    draw = torch.Generator().manual_seed(0)
+    embeddings = torch.nn.functional.normalize(torch.randn(VOCAB, width, generator=draw))
+    order = torch.randperm(VOCAB, generator=draw)
+    after = torch.empty(VOCAB, dtype=torch.int64)
+    after[order] = order.roll(-1)
+    return embeddings, after
+
+
+def save(model: Any, folder: Path, tokenizer: Path) -> str:
+    """A target's folder, with a tokenizer's files in it."""
     model.save_pretrained(folder)
     for file in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(tokenizer / file, folder / file)
-    return str(folder), after
+    return str(folder)
 
 
 def head_of(embeddings: torch.Tensor, after: torch.Tensor, steps: int) -> torch.Tensor:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import shutil
 from pathlib import Path
 
 import tiny_heads
@@ -72,11 +71,7 @@ def reading(folder: Path, tokenizer: Path) -> tuple[str, torch.Tensor]:
     """
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    draw = torch.Generator().manual_seed(0)
-    embeddings = torch.nn.functional.normalize(torch.randn(VOCAB, HEAD, generator=draw))
-    order = torch.randperm(VOCAB, generator=draw)
-    after = torch.empty(VOCAB, dtype=torch.int64)
-    after[order] = order.roll(-1)
+    embeddings, after = tiny_heads.cycle(HEAD)
     config = LlamaConfig(
         vocab_size=VOCAB,
         hidden_size=WIDTH,
@@ -129,7 +124,4 @@ def reading(folder: Path, tokenizer: Path) -> tuple[str, torch.Tensor]:
         said = [tiny_heads.head_of(embeddings, after, 1 + steps) for steps in range(1 + COUNT)]
         model.lm_head.weight.zero_()
         model.lm_head.weight[:, :TEXT] = 10.0 * torch.cat(said, 1)
-    model.save_pretrained(folder)
-    for file in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(tokenizer / file, folder / file)
-    return str(folder), after
+    return tiny_heads.save(model, folder, tokenizer), after

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import tiny_heads
 from conftest import engine
-from distribution import BLOCK_SIZE, SAMPLES, distort, expected, least_p_value, p_value, sample
-from helpers import assert_same_outputs, generate, long_and_short_prompts, preemptions
-from tiny_heads import KINDS, OPTIONS
+from distribution import BLOCK_SIZE
+from engine_heads import assert_cycle, assert_plains, assert_plains_distribution
+from helpers import generate
+from tiny_heads import OPTIONS
 from v2_requests import counters
 from vllm import SamplingParams
 
@@ -45,11 +46,7 @@ def test_heads_that_know_everything(cycle: tuple[str, Any], tmp_path: Path, meth
     for llm in engine(folder, config, **OPTIONS, max_num_batched_tokens=64):
         answers = generate(llm, prompts, [params] * 4)
         totals = counters(llm)
-    for prompt, answer in zip(prompts, answers, strict=True):
-        token = prompt[-1]
-        for each in answer:
-            token = int(after[token])
-            assert each == token
+    assert_cycle(prompts, answers, after)
     drafted, accepted, steps = (
         totals[f"spec_{name}"] for name in ("draft_tokens", "accepted_tokens", "steps")
     )
@@ -68,17 +65,7 @@ def drafting(slice_dir: str, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 
 
 def test_greedy_and_seeded_output_is_plains(plain_slice_llm: Any, drafting: Any) -> None:
-    """Through preemption and chunks; then again over cached prefixes."""
-    inputs = long_and_short_prompts(plain_slice_llm, 10)
-    params = [SamplingParams(temperature=0, max_tokens=60 + 9 * i, ignore_eos=True) for i in range(10)]
-    wanted = generate(plain_slice_llm, inputs, params)
-    before = preemptions(drafting)
-    for _ in range(2):
-        assert_same_outputs(wanted, generate(drafting, inputs, params))
-    assert preemptions(drafting) > before
-    for prompt, kind in zip(inputs, KINDS, strict=False):
-        # One at a time: plain vLLM stops at a seeded request whose prompt comes in chunks.
-        assert_same_outputs(generate(plain_slice_llm, [prompt], [kind]), generate(drafting, [prompt], [kind]))
+    assert_plains(plain_slice_llm, drafting)
     totals = counters(drafting)
     assert totals["spec_accepted_tokens"] > 20
     assert totals["fallbacks:proposer_error"] == 0
@@ -86,12 +73,4 @@ def test_greedy_and_seeded_output_is_plains(plain_slice_llm: Any, drafting: Any)
 
 @pytest.mark.slow
 def test_drawn_trees_have_plains_distribution(plain_slice_llm: Any, drafting: Any) -> None:
-    before = counters(drafting)["spec_accepted_tokens"]
-    assert least_p_value(plain_slice_llm, drafting) > 1e-4
-    totals = counters(drafting)
-    assert totals["fallbacks:proposer_error"] == 0
-    assert totals["spec_accepted_tokens"] > before + 100
-    # The mutation: children that were drawn are verified as if the draft were another.
-    drafting.collective_rpc(distort)
-    biased = sample(drafting, SAMPLES)
-    assert min(p_value(a, b) for a, b in zip(expected(plain_slice_llm), biased, strict=True)) < 1e-6
+    assert_plains_distribution(plain_slice_llm, drafting)

@@ -12,6 +12,7 @@ import tiny_prompts
 import torch
 from conftest import engine
 from distribution import BLOCK_SIZE
+from engine_heads import assert_cycle
 from helpers import assert_same_outputs, generate, long_and_short_prompts, preemptions
 from v2_requests import counters
 from vllm import SamplingParams
@@ -51,11 +52,7 @@ def test_prompt_tokens_that_know_everything(
         answers = generate(llm, prompts, [params] * 4)
         totals = counters(llm)
         counted = {metric.name: metric.value for metric in llm.get_metrics() if hasattr(metric, "value")}
-    for prompt, answer in zip(prompts, answers, strict=True):
-        token = prompt[-1]
-        for each in answer:
-            token = int(after[token])
-            assert each == token
+    assert_cycle(prompts, answers, after)
     drafted, accepted, steps = (
         totals[f"spec_{name}"] for name in ("draft_tokens", "accepted_tokens", "steps")
     )

@@ -62,7 +62,7 @@ def model() -> Any:
 
 
 def answers(count: int) -> list[Answer]:
-    """Of the rule."""
+    """Greedy answers in which each token is five more than the one before it, modulo 40."""
     made = []
     for number in range(count):
         tokens = [(number + 5 * place) % 40 for place in range(24)]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is read of a step's logits, before a sampler writes into them."""
+"""The tap reads the largest logits of a step's rows, and totals of some, before a sampler writes into them."""
 
 from __future__ import annotations
 

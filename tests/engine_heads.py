@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What engines that draft with heads must show, whatever the heads are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from distribution import SAMPLES, distort, expected, least_p_value, p_value, sample
+from helpers import assert_same_outputs, generate, long_and_short_prompts, preemptions
+from tiny_heads import KINDS
+from v2_requests import counters
+from vllm import SamplingParams
+
+
+def assert_cycle(prompts: Sequence[list[int]], answers: Sequence[Sequence[int]], after: torch.Tensor) -> None:
+    """Each token is followed by its successor: `tiny_heads.successors`."""
+    for prompt, answer in zip(prompts, answers, strict=True):
+        token = prompt[-1]
+        for each in answer:
+            token = int(after[token])
+            assert each == token
+
+
+def assert_plains(plain: Any, drafting: Any) -> None:
+    """Greedy and seeded output is plain's, through preemption and chunks; then again over cached prefixes."""
+    inputs = long_and_short_prompts(plain, 10)
+    params = [SamplingParams(temperature=0, max_tokens=60 + 9 * i, ignore_eos=True) for i in range(10)]
+    wanted = generate(plain, inputs, params)
+    before = preemptions(drafting)
+    for _ in range(2):
+        assert_same_outputs(wanted, generate(drafting, inputs, params))
+    assert preemptions(drafting) > before
+    for prompt, kind in zip(inputs, KINDS, strict=False):
+        # One at a time: plain vLLM stops at a seeded request whose prompt comes in chunks.
+        assert_same_outputs(generate(plain, [prompt], [kind]), generate(drafting, [prompt], [kind]))
+
+
+def assert_plains_distribution(plain: Any, drafting: Any) -> None:
+    """Of drawn trees; and a draft that is verified as if it were another has not."""
+    before = counters(drafting)["spec_accepted_tokens"]
+    assert least_p_value(plain, drafting) > 1e-4
+    totals = counters(drafting)
+    assert totals["fallbacks:proposer_error"] == 0
+    assert totals["spec_accepted_tokens"] > before + 100
+    # The mutation: children that were drawn are verified as if the draft were another.
+    drafting.collective_rpc(distort)
+    biased = sample(drafting, SAMPLES)
+    assert min(p_value(a, b) for a, b in zip(expected(plain), biased, strict=True)) < 1e-6

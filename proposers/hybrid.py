@@ -39,7 +39,7 @@ BOUNDS: Float32 = np.array(
 MAX_DRAFTERS = 4  # 15 sets times 13 bins are 195 groups; a group is a byte
 # Prior: a bin's middle, for one drafter; every further one that agrees takes a third off the doubt.
 AGREEMENT = 2 / 3
-ASKING = ("eagle_tree", "medusa_tree")  # that ask heads
+HeadOptions = EagleOptions | MedusaOptions  # of methods that ask heads
 
 
 class HybridOptions(MethodOptions):
@@ -56,13 +56,15 @@ class HybridOptions(MethodOptions):
     @classmethod
     def _known(cls, drafters: list[dict[str, Any] | str]) -> list[dict[str, Any] | str]:
         names = [drafter if isinstance(drafter, str) else drafter.get("method") for drafter in drafters]
+        asking = []
         for name, drafter in zip(names, drafters, strict=True):
-            make_options(drafter)
+            if isinstance(make_options(drafter)[1], HeadOptions):
+                asking.append(str(name))
             if names.count(name) > 1:
                 raise ValueError(
                     f"{name!r} is there more than once, which proposes nothing new; name each method once"
                 )
-        if len(asking := [name for name in names if name in ASKING]) > 1:
+        if len(asking) > 1:
             raise ValueError(f"{' and '.join(asking)} both read the target's hidden states; name one of them")
         return drafters
 
@@ -103,13 +105,13 @@ def make_options(drafter: dict[str, Any] | str) -> tuple[type[Proposer], MethodO
         ) from error
 
 
-def heads_of(options: MethodOptions) -> EagleOptions | MedusaOptions | None:
+def heads_of(options: MethodOptions) -> HeadOptions | None:
     """The heads that a method drafts with, alone or among others; None: with none."""
-    if isinstance(options, EagleOptions | MedusaOptions):
+    if isinstance(options, HeadOptions):
         return options
     if isinstance(options, HybridOptions):
         own = [own for _, own in map(make_options, options.drafters)]
-        return next((each for each in own if isinstance(each, EagleOptions | MedusaOptions)), None)
+        return next((each for each in own if isinstance(each, HeadOptions)), None)
     return None
 
 

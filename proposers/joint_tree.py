@@ -65,22 +65,11 @@ class PassGain:
             others, reach = self._drafted.pop(name, (None, []))
             if others is not None and tokens:
                 self._reach += sum(reach)
-                self._hits += max(min(len(reach), len(tokens) - 1) - _depth_of(others, tokens), 0)
+                self._hits += max(min(len(reach), len(tokens) - 1) - len(others.path(tokens)), 0)
 
     def forget(self, request_id: str) -> None:
         """A request is gone."""
         self._drafted.pop(request_id, None)
-
-
-def _depth_of(tree: DraftTree, tokens: Sequence[int]) -> int:
-    """How many of the tokens stand in the tree, one below the other."""
-    at = ROOT
-    for depth, token in enumerate(tokens):
-        below = np.flatnonzero((tree.parents == at) & (tree.tokens == token))
-        if not len(below):
-            return depth
-        at = int(below[0])
-    return len(tokens)
 
 
 def unsaid(others: DraftTree) -> float:

@@ -33,7 +33,7 @@ from vllm_ext.kernels.user_paths import UserPath
 from vllm_ext.proposers.base import MethodOptions, Proposer, Request, VerifiedRows
 from vllm_ext.proposers.draft_model import shaped
 from vllm_ext.proposers.medusa import product_tree
-from vllm_ext.proposers.tree import DraftTree, Float32, Int32
+from vllm_ext.proposers.tree import DraftTree, Float32, Int32, path_below
 
 MOST_RANKS = 32  # of a guess; also the most of `kernels.top_k`
 FADE = 0.99  # of evidence, a step
@@ -135,14 +135,8 @@ class Ppd(Proposer):
 
     def _chain(self, tokens: Int32, parents: Int32, last: int) -> Int32:
         """The rows of the prompt tokens below a row, from the first one on."""
-        chain: list[int] = []
-        for token in range(self.vocab_size, self.vocab_size + self._most):
-            below = np.flatnonzero((parents == last) & (tokens == token))
-            if not len(below):
-                break
-            last = int(below[0])
-            chain.append(last)
-        return np.array(chain, np.int32)
+        ids = range(self.vocab_size, self.vocab_size + self._most)
+        return np.array(path_below(last, tokens, parents, ids), np.int32)
 
     def propose(self, requests: Sequence[Request]) -> list[DraftTree]:
         """See `Proposer.propose`. A guess serves one tree."""

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,6 +25,25 @@ def num_ancestors(parents: Int32) -> Int32:
     for parent in parents.tolist():
         above.append(0 if parent < 0 else above[parent] + 1)
     return np.array(above, dtype=np.int32)
+
+
+def path_below(above: int, tokens: Int32, parents: Int32, wanted: Iterable[int]) -> list[int]:
+    """The nodes below one, each the child of the last, that the first of the wanted tokens are.
+
+    Args:
+        above: a node; -1 is the root.
+        tokens: int32 ``[num_nodes]``.
+        parents: int32 ``[num_nodes]``.
+        wanted: one a depth.
+    """
+    nodes: list[int] = []
+    for token in wanted:
+        below = np.flatnonzero((parents == above) & (tokens == token))
+        if not len(below):
+            break
+        above = int(below[0])
+        nodes.append(above)
+    return nodes
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +75,10 @@ class DraftTree:
 
     def __len__(self) -> int:
         return len(self.tokens)
+
+    def path(self, tokens: Sequence[int]) -> list[int]:
+        """The nodes, from the root down, that the first of the tokens are, until one has no node."""
+        return path_below(-1, self.tokens, self.parents, tokens)
 
     @classmethod
     def empty(cls) -> DraftTree:

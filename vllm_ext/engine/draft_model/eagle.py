@@ -61,7 +61,6 @@ class EaglePasses(OwnCaches):
         self._num_tokens = self._vocab_size  # of the target's vocabulary
         self._unread: dict[str, _Unread] = {}
         self._step: list[tuple[int, int, Int32]] = []  # batch index, first place, rows of the step's query
-        self._roots: dict[str, tuple[Any, Any]] = {}  # by request id, the distribution after its last token
         self._streams: list[torch.Tensor] = []  # of this step's passes, what rows below take
         self._where: dict[
             str, list[int]
@@ -105,7 +104,6 @@ class EaglePasses(OwnCaches):
         super().forget(request_id)
         self._unread.pop(request_id, None)
         self.blind.discard(request_id)
-        self._roots.pop(request_id, None)
 
     def _begin(self, request_id: str, blocks: Any, computed: int) -> None:
         super()._begin(request_id, blocks, computed)
@@ -201,11 +199,6 @@ class EaglePasses(OwnCaches):
                 self._roots[name] = ids, log_q
         reads = len(normed) > MAX_NEW_TOKENS * len(parts)
         self.passes.append(Pass(time.perf_counter() - started, len(normed), len(parts), reads))
-
-    def roots(self, request_ids: Sequence[str]) -> Rows:
-        """See `DraftModel`."""
-        found = [self._roots[request_id] for request_id in request_ids]
-        return Rows(np.stack([ids for ids, _ in found]), np.stack([log_q for _, log_q in found]))
 
     def nodes(self, request_ids: Sequence[str], parents: Sequence[int], tokens: Sequence[int]) -> Rows:
         """See `DraftModel`: each takes what came out at its parent."""

@@ -22,6 +22,7 @@ import torch
 
 from vllm_ext.engine.draft_model.passes import DraftPasses
 from vllm_ext.engine.tree_layout import offsets, starts
+from vllm_ext.proposers.draft_model import Rows
 from vllm_ext.proposers.tree import Int32
 
 
@@ -39,6 +40,7 @@ class OwnCaches(DraftPasses):
         self._known: dict[str, int] = {}  # by request id, tokens read for it
         self._right = np.zeros(0, bool)  # by block of vLLM's, whether it was read to its end
         self._block_size = 0
+        self._roots: dict[str, tuple[Any, Any]] = {}  # by request id, the distribution after its last token
 
     def bind(self, runner: Any) -> None:
         """See `DraftPasses`."""
@@ -84,6 +86,12 @@ class OwnCaches(DraftPasses):
         """See `DraftPasses`."""
         super().forget(request_id)
         self._known.pop(request_id, None)
+        self._roots.pop(request_id, None)
+
+    def roots(self, request_ids: Sequence[str]) -> Rows:
+        """See `DraftModel`."""
+        found = [self._roots[request_id] for request_id in request_ids]
+        return Rows(np.stack([ids for ids, _ in found]), np.stack([log_q for _, log_q in found]))
 
     def _pass(
         self, slots: Any, start: Int32, end: Int32, inputs: Callable[[Any, Int32], Int32]

@@ -17,7 +17,7 @@ import torch
 from vllm_ext.engine.draft_model.own_caches import OwnCaches, packed
 from vllm_ext.engine.draft_model.passes import Growth, Pass
 from vllm_ext.engine.models import second_model
-from vllm_ext.proposers.draft_model import DraftModelOptions, Rows
+from vllm_ext.proposers.draft_model import DraftModelOptions
 
 PREFIX = "companion"  # of the layers' names
 MAX_NEW_TOKENS = 8  # of a request, on average, in a pass that reads no prompt
@@ -31,7 +31,6 @@ class SeparateModel(OwnCaches):
     def __init__(self, vllm_config: Any, options: DraftModelOptions) -> None:
         super().__init__(vllm_config, f"speculative_config.model={options.model!r}")
         self._options = options
-        self._roots: dict[str, tuple[Any, Any]] = {}  # by request id, the distribution after its last token
 
     def load(self, target: Any) -> None:
         """Build it and load its weights; its layers then take part in vLLM's sizing of the caches."""
@@ -48,11 +47,6 @@ class SeparateModel(OwnCaches):
             tokens - self._read_of(request_id)
             for request_id, tokens in zip(request_ids, num_tokens, strict=True)
         ]
-
-    def forget(self, request_id: str) -> None:
-        """See `DraftPasses`."""
-        super().forget(request_id)
-        self._roots.pop(request_id, None)
 
     def advance(self, num_tokens: Sequence[int], drafting: set[str]) -> None:
         """See `DraftPasses`: read what those that are drafted for have committed."""
@@ -91,11 +85,6 @@ class SeparateModel(OwnCaches):
                 self._roots[name] = ids, log_q
         reads = len(hidden) > MAX_NEW_TOKENS * len(parts)
         self.passes.append(Pass(time.perf_counter() - started, len(hidden), len(parts), reads))
-
-    def roots(self, request_ids: Sequence[str]) -> Rows:
-        """See `DraftModel`."""
-        found = [self._roots[request_id] for request_id in request_ids]
-        return Rows(np.stack([ids for ids, _ in found]), np.stack([log_q for _, log_q in found]))
 
     def _run(self, tokens: torch.Tensor, positions: torch.Tensor) -> Any:
         # A token the draft has no row for is one that no tokenizer gives.

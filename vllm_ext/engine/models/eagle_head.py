@@ -30,12 +30,13 @@ def vllms_config(vllm_config: Any, name: str) -> Any:
     """
     target = vllm_config.model_config
     try:
-        config = json.loads((model_files.snapshot(name) / "config.json").read_text())
+        folder = model_files.snapshot(name)
+        config = json.loads((folder / "config.json").read_text())
         architectures = config.get("architectures") or []
         third = any("Eagle3" in each for each in architectures) or any(hint in config for hint in HINTS)
         speculation = SpeculativeConfig(
             method="eagle3" if third else "eagle",
-            model=str(model_files.snapshot(name)),
+            model=str(folder),
             num_speculative_tokens=1,
             target_model_config=target,
             target_parallel_config=vllm_config.parallel_config,

@@ -59,8 +59,12 @@ class DraftCounts:
         """vLLM's. It counts all rows as drafts, unless it is told of those that are none."""
         most = self._vocab_size
         drafts = scheduler_output.scheduled_spec_decode_tokens
-        counts = {name: sum(not 0 <= token < most for token in tokens) for name, tokens in drafts.items()}
-        if others := {name: count for name, count in counts.items() if count}:
+        others = {
+            name: sum(not 0 <= token < most for token in tokens)
+            for name, tokens in drafts.items()
+            if tokens and (tokens[0] < 0 or max(tokens) >= most)
+        }
+        if others:
             known = scheduler_output.num_invalid_spec_tokens or {}
             scheduler_output.num_invalid_spec_tokens = {**known, **others}
         return super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[misc]

@@ -139,8 +139,11 @@ class Drafter:
         if not width:
             return None
         try:
-            # All that is put out is exported; else only what prompt tokens say is asked for as a distribution.
-            total_of = None if self._exports else np.flatnonzero(trees.tokens >= self._vocab_size)
+            total_of = None
+            if (
+                self._prompt_tokens is not None and not self._exports
+            ):  # what is put out is exported, all of it
+                total_of = np.flatnonzero(trees.tokens >= self._vocab_size)
             return self._tap.read(logits, width, total_of)
         except Exception:
             self._host.fault("reading the logits failed; nothing is learnt from this step")

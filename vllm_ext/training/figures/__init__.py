@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What drafts that were trained are worth, on answers held out."""
+"""Figures of trained heads on answers held out: how often they are right, and tokens a step."""

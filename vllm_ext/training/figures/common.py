@@ -9,7 +9,6 @@ from typing import NamedTuple
 import numpy as np
 
 from vllm_ext.kernels.sparse import Float64, Int32
-from vllm_ext.proposers.sampled import ROOT
 from vllm_ext.proposers.tree import DraftTree
 
 RANKS = 32
@@ -52,22 +51,16 @@ def tokens_per_step(
         while going := [text for text, place in enumerate(places) if place + max_depth <= len(came[text])]:
             trees = grow([(text, places[text]) for text in going], size)
             for text, tree in zip(going, trees, strict=True):
-                step = 1 + _accepted(tree, came[text][places[text] : places[text] + max_depth])
+                step = 1 + len(tree.path(came[text][places[text] : places[text] + max_depth].tolist()))
                 steps.append(step)
                 places[text] += step
-        found[size] = (float(np.mean(steps)), float(1.96 * np.std(steps) / np.sqrt(len(steps))))
+        found[size] = interval(steps)
     return found
 
 
-def _accepted(tree: DraftTree, came: Int32) -> int:
-    """How many nodes stand on the path of the tokens that came."""
-    at = ROOT
-    for depth, token in enumerate(came.tolist()):
-        below = np.flatnonzero((tree.parents == at) & (tree.tokens == token))
-        if not len(below):
-            return depth
-        at = int(below[0])
-    return len(came)
+def interval(steps: Sequence[int]) -> tuple[float, float]:
+    """The mean, and half of its 95 % interval."""
+    return float(np.mean(steps)), float(1.96 * np.std(steps) / np.sqrt(len(steps)))
 
 
 def per_doubling(points: Sequence[tuple[int, float]]) -> float | None:

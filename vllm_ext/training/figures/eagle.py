@@ -11,8 +11,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from vllm_ext.kernels.sparse import Float64
 from vllm_ext.proposers.base import Request, Sampling
-from vllm_ext.proposers.draft_model import SELF, DraftModelOptions, Rows
-from vllm_ext.proposers.dyspec import DySpec
+from vllm_ext.proposers.draft_model import Rows
+from vllm_ext.proposers.eagle import Eagle, EagleOptions
 from vllm_ext.proposers.sampled import ASKED_PER_NODE, ROOT
 from vllm_ext.proposers.tree import DraftTree
 from vllm_ext.training.draft_model import multiplies_bfloat16
@@ -157,7 +157,7 @@ def figures(head: Head, texts: EagleTexts, sizes: Sequence[int], most: int = MOS
         grown = Grown(head, texts, chosen, ASKED_PER_NODE * max(sizes))
 
         def grow(at: Sequence[tuple[int, int]], size: int) -> list[DraftTree]:
-            proposer = DySpec(DraftModelOptions(model=SELF, num_speculative_tokens=size, max_depth=MAX_DEPTH))
+            proposer = Eagle(EagleOptions(model="trained", num_speculative_tokens=size, max_depth=MAX_DEPTH))
             proposer.draft = grown
             for text, place in at:
                 grown.places[text] = place

@@ -13,9 +13,8 @@ from vllm_ext.data.answers import Answer
 from vllm_ext.kernels.sparse import Int32
 from vllm_ext.proposers.base import Request, Sampling, VerifiedRows
 from vllm_ext.proposers.ppd import MOST_RANKS, Ppd
-from vllm_ext.proposers.sampled import ROOT
 from vllm_ext.proposers.tree import DraftTree, Float32
-from vllm_ext.training.figures.common import HeadFigures
+from vllm_ext.training.figures.common import HeadFigures, interval
 from vllm_ext.training.ppd import Prompts, chains_of, first_place
 
 GREEDY = Sampling(temperature=0.0, top_p=1.0, top_k=0, min_p=0.0, seed=None)
@@ -66,11 +65,7 @@ def figures(
         tokens += len(said.tokens)
         for size, ppd in proposers.items():
             steps[size] += _decode(ppd, said, size)
-    found = {
-        size: (float(np.mean(each)), float(1.96 * np.std(each) / np.sqrt(len(each))))
-        for size, each in steps.items()
-        if each
-    }
+    found = {size: interval(each) for size, each in steps.items() if each}
     return HeadFigures(hits / max(trials, 1), found, trials)
 
 
@@ -98,23 +93,12 @@ def _decode(ppd: Ppd, said: Said, size: int) -> list[int]:
     while root + depths + 1 < len(said.tokens):
         request = Request("", said.tokens[: root + 1], 1, size, depths + 1, GREEDY)
         tree = ppd.propose([request])[0]
-        path = _accepted(tree, said.tokens[root + 1 :])
+        path = tree.path(said.tokens[root + 1 :].tolist())
         out.append(len(path) + 1)
         ppd.observe(_rows(ppd, tree, said, root, path))
         root += len(path) + 1
     ppd.finish("")
     return out
-
-
-def _accepted(tree: DraftTree, came: Int32) -> list[int]:
-    """The nodes on the path of the tokens that came."""
-    path = [ROOT]
-    for token in came.tolist():
-        below = np.flatnonzero((tree.parents == path[-1]) & (tree.tokens == token))
-        if not len(below):
-            break
-        path.append(int(below[0]))
-    return path[1:]
 
 
 def _rows(ppd: Ppd, tree: DraftTree, said: Said, root: int, path: list[int]) -> VerifiedRows:

@@ -148,7 +148,7 @@ class DraftModelProposer(Proposer):
         """What `chosen` builds, likewise."""
         from vllm_ext.proposers.likeliest_device import Likeliest
 
-        return Likeliest(num_nodes, self.options.max_depth)
+        return Likeliest(num_nodes, self.most_depth)
 
     def propose(self, requests: Sequence[Request]) -> list[DraftTree]:
         """See `Proposer.propose`. A drawn tree is to be verified as it is, not cut by what it holds."""
@@ -195,8 +195,14 @@ class DraftModelProposer(Proposer):
         """Most nodes of a request's tree, and its deepest."""
         return (
             min(request.budget_tokens, self.options.num_speculative_tokens),
-            min(request.max_depth, self.options.max_depth, self.deepest),
+            min(request.max_depth, self.most_depth),
         )
+
+    @property
+    def most_depth(self) -> int:
+        """Of any node."""
+        most: int = min(self.options.max_depth, self.deepest)
+        return most
 
 
 def is_drawn(request: Request) -> bool:

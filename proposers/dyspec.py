@@ -103,11 +103,9 @@ class SampledTree(TreeBuilder):
         return largest(self.values, self._num_nodes)
 
 
-class DySpec(DraftModelProposer):
-    """Dynamic trees of a draft model."""
+class DynamicTreeProposer(DraftModelProposer):
+    """Trees that are drawn grow where acceptance is likely, whatever drafts."""
 
-    summary: ClassVar[str] = "a draft model's tree, grown where the target likely agrees"
-    paper: ClassVar[str] = "arXiv 2410.11744"
     on_v2 = "device"
 
     def drawn(self, num_nodes: int, max_depth: int) -> TreeBuilder:
@@ -118,4 +116,11 @@ class DySpec(DraftModelProposer):
         """See `DraftModelProposer.drawn_on_device`."""
         from vllm_ext.proposers.dyspec_device import DynamicTrees
 
-        return DynamicTrees(num_nodes, self.options.max_depth)
+        return DynamicTrees(num_nodes, self.most_depth)
+
+
+class DySpec(DynamicTreeProposer):
+    """Dynamic trees of a draft model."""
+
+    summary: ClassVar[str] = "a draft model's tree, grown where the target likely agrees"
+    paper: ClassVar[str] = "arXiv 2410.11744"

@@ -24,8 +24,8 @@ from pydantic import Field
 
 from vllm_ext.kernels.user_paths import UserPath
 from vllm_ext.proposers.base import MethodOptions, Request
-from vllm_ext.proposers.draft_model import DraftModelProposer, PassOptions
-from vllm_ext.proposers.dyspec import SampledTree
+from vllm_ext.proposers.draft_model import PassOptions
+from vllm_ext.proposers.dyspec import DynamicTreeProposer
 from vllm_ext.proposers.joint_tree import JointTree
 from vllm_ext.proposers.sampled import TreeBuilder
 from vllm_ext.proposers.tree import DraftTree
@@ -41,14 +41,12 @@ class EagleOptions(PassOptions):
     )
 
 
-class Eagle(DraftModelProposer):
+class Eagle(DynamicTreeProposer):
     """Trees of an EAGLE head."""
 
     summary: ClassVar[str] = "a trained layer on the target's hidden states"
     paper: ClassVar[str] = "arXiv 2503.01840"
     Options: ClassVar[type[MethodOptions]] = EagleOptions
-    on_v2 = None
-    why_v1 = "reads hidden states that V2 does not hand out yet"
     fuses: ClassVar[bool] = True
 
     beside: Mapping[str, DraftTree] = {}  # set by a hybrid: by request id, what its other drafters propose
@@ -58,7 +56,3 @@ class Eagle(DraftModelProposer):
         if others is None or request.chain:
             return super()._builder(request)
         return JointTree(*self.limits(request), others)
-
-    def drawn(self, num_nodes: int, max_depth: int) -> TreeBuilder:
-        """See `DraftModelProposer.drawn`."""
-        return SampledTree(num_nodes, max_depth, self.chance)

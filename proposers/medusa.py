@@ -26,9 +26,9 @@ from pydantic import Field
 from vllm_ext.kernels.sparse import Sparse
 from vllm_ext.kernels.user_paths import UserPath
 from vllm_ext.proposers.base import MethodOptions, Request
-from vllm_ext.proposers.draft_model import DraftModel, DraftModelProposer, Rows, is_drawn, shaped
-from vllm_ext.proposers.dyspec import SampledTree
-from vllm_ext.proposers.sampled import ROOT, TreeBuilder
+from vllm_ext.proposers.draft_model import DraftModel, Rows, is_drawn, shaped
+from vllm_ext.proposers.dyspec import DynamicTreeProposer
+from vllm_ext.proposers.sampled import ROOT
 from vllm_ext.proposers.tree import DraftTree
 
 
@@ -49,20 +49,14 @@ class MedusaOptions(MethodOptions):
     max_depth: int = Field(default=16, ge=1, le=32, description="deepest node; not below the last head's")
 
 
-class Medusa(DraftModelProposer):
+class Medusa(DynamicTreeProposer):
     """Trees of independent heads."""
 
     summary: ClassVar[str] = "trained heads on the last hidden state, one a depth"
     paper: ClassVar[str] = "arXiv 2401.10774"
     Options: ClassVar[type[MethodOptions]] = MedusaOptions
-    on_v2 = None
-    why_v1 = "reads hidden states that V2 does not hand out yet"
     fuses: ClassVar[bool] = True
     draft: AllDepths
-
-    def drawn(self, num_nodes: int, max_depth: int) -> TreeBuilder:
-        """See `DraftModelProposer.drawn`."""
-        return SampledTree(num_nodes, max_depth, self.chance)
 
     def propose(self, requests: Sequence[Request]) -> list[DraftTree]:
         """See `Proposer.propose`. Chosen trees need no rounds: what the heads say is all there."""

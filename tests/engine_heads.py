@@ -4,14 +4,30 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
+import tiny_eagle
+import tiny_heads
 import torch
 from distribution import SAMPLES, distort, expected, least_p_value, p_value, sample
 from helpers import assert_same_outputs, generate, long_and_short_prompts, preemptions
 from tiny_heads import KINDS
 from v2_requests import counters
 from vllm import SamplingParams
+
+from vllm_ext.proposers.registry import load_method
+
+
+def options_of(method: str, target: str, folder: Path) -> dict[str, Any]:
+    """A method with what it needs: random heads of its kind in a folder, or what the registry says."""
+    options = {"method": method, **load_method(method).tested_with}
+    match method:
+        case "eagle_tree":
+            options["model"] = tiny_eagle.random(folder / "head", Path(target))
+        case "medusa_tree":
+            options["model"] = tiny_heads.random(folder / "heads", Path(target))
+    return options
 
 
 def assert_cycle(prompts: Sequence[list[int]], answers: Sequence[Sequence[int]], after: torch.Tensor) -> None:

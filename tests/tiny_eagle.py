@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -86,7 +87,14 @@ def random(folder: Path, target: Path, num_rows: int | None = None) -> str:
     return write(folder, target, tensors, [0, last])
 
 
-def knowing(folder: Path, target: Path, after: torch.Tensor, by: str = "token", late: int = 0) -> str:
+def knowing(
+    folder: Path,
+    target: Path,
+    after: torch.Tensor,
+    by: str = "token",
+    late: int = 0,
+    naming: Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor] = head_of,
+) -> str:
     """A head that knows the successors, or as many tokens too late.
 
     Args:
@@ -96,6 +104,7 @@ def knowing(folder: Path, target: Path, after: torch.Tensor, by: str = "token", 
         by: 'token': by its tokens, at all depths, as each row attends to its own token alone; 'feature': by what it
             takes of the target, which it gets below the last token only.
         late: how many tokens.
+        naming: `head_of`, or `second_choice`.
     """
     from safetensors.torch import load_file
 
@@ -113,7 +122,7 @@ def knowing(folder: Path, target: Path, after: torch.Tensor, by: str = "token", 
         "midlayer.mlp.gate_proj.weight": torch.zeros(64, WIDTH),
         "midlayer.mlp.up_proj.weight": torch.zeros(64, WIDTH),
         "midlayer.mlp.down_proj.weight": torch.zeros(WIDTH, 64),
-        "lm_head.weight": head_of(embeddings, after, (1 if by_token else 2) + late),
+        "lm_head.weight": naming(embeddings, after, (1 if by_token else 2) + late),
         **{
             f"{norm}.weight": torch.ones(WIDTH)
             for norm in (

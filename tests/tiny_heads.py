@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -133,10 +134,22 @@ def head_of(embeddings: torch.Tensor, after: torch.Tensor, steps: int) -> torch.
     return head
 
 
-def knowing(folder: Path, target: Path, after: torch.Tensor, num_heads: int = 4, late: int = 0) -> str:
-    """Heads that know the successors, or as many steps too late."""
+def second_choice(embeddings: torch.Tensor, after: torch.Tensor, steps: int) -> torch.Tensor:
+    """As `head_of`, but it names the token behind that one first."""
+    return head_of(embeddings, after, steps) + 1.05 * head_of(embeddings, after, steps + 1)
+
+
+def knowing(
+    folder: Path,
+    target: Path,
+    after: torch.Tensor,
+    num_heads: int = 4,
+    late: int = 0,
+    naming: Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor] = head_of,
+) -> str:
+    """Heads that know the successors, or as many steps too late; ``naming`` is `head_of` or `second_choice`."""
     from safetensors.torch import load_file
 
     embeddings = load_file(target / "model.safetensors")["model.embed_tokens.weight"]
-    heads = [head_of(embeddings, after, depth + 2 + late) for depth in range(num_heads)]
+    heads = [naming(embeddings, after, depth + 2 + late) for depth in range(num_heads)]
     return write(folder, heads, [torch.zeros(WIDTH, WIDTH) for _ in heads])

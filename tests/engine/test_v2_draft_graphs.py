@@ -8,17 +8,20 @@ captured with requests that write nowhere, and replayed with others.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 from conftest import v2_attention, v2_engine
+from engine_heads import options_of
 from helpers import assert_same_outputs
 from recorded_graph import recorded_instead_of_captured
 from v2_requests import counters, generate, prompts, sampling, tokens
 from vllm.config.compilation import CUDAGraphMode
 
-from vllm_ext.engine.draft_model import device_graphs, device_passes
-from vllm_ext.engine.draft_model.device_step import Kind
+from vllm_ext.engine.draft_model.device import graphs as draft_graphs
+from vllm_ext.engine.draft_model.device import passes as draft_passes
+from vllm_ext.engine.draft_model.device.step import Kind
 from vllm_ext.kernels import ancestor_bits as masks
 
 pytestmark = pytest.mark.v2
@@ -27,6 +30,8 @@ METHODS: dict[str, dict[str, Any]] = {
     "dyspec": {"model": "self", "self_layers": 2},
     "spectr": {"model": "self", "self_layers": 2, "drafts": 2},
     "layerskip": {"exit_layer": 1, "width": 2, "least_sure": 0.05},
+    "eagle_tree": {},
+    "medusa_tree": {},
 }
 
 
@@ -37,9 +42,19 @@ def triton_attention() -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("method", ["dyspec", pytest.param("spectr", marks=pytest.mark.quick), "layerskip"])
-def test_graphs_draft_as_launches_do(v2_dir: str, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    options = {"method": method, **METHODS[method], "num_speculative_tokens": NODES, "budget": "fixed"}
+@pytest.mark.parametrize(
+    "method",
+    [pytest.param(name, marks=[pytest.mark.quick] * (name in ("spectr", "eagle_tree"))) for name in METHODS],
+)
+def test_graphs_draft_as_launches_do(
+    v2_dir: str, method: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    options = {
+        **options_of(method, v2_dir, tmp_path),
+        **METHODS[method],
+        "num_speculative_tokens": NODES,
+        "budget": "fixed",
+    }
     llm = v2_engine(v2_dir, options, max_num_seqs=3)
     runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner
     speculator = runner.speculator
@@ -59,10 +74,10 @@ def test_graphs_draft_as_launches_do(v2_dir: str, method: str, monkeypatch: pyte
 
     expected, steps = answers()
     drawn = [each for each in Kind if speculator.step.draws or each in (Kind.GREEDY, Kind.CHOSEN)]
-    assert device_graphs.sizes(3) == [1, 2, 3]
-    assert device_graphs.sizes(256) == [1, 2, 4, 8, 16, 32]
-    monkeypatch.setattr(device_graphs, "sizes", lambda most: [1, 3])  # two requests have the graph of three
-    with recorded_instead_of_captured([(masks, "ancestor_bits")], [(device_passes, "async_tensor_h2d")]):
+    assert draft_graphs.sizes(3) == [1, 2, 3]
+    assert draft_graphs.sizes(256) == [1, 2, 4, 8, 16, 32]
+    monkeypatch.setattr(draft_graphs, "sizes", lambda most: [1, 3])  # two requests have the graph of three
+    with recorded_instead_of_captured([(masks, "ancestor_bits")], [(draft_passes, "async_tensor_h2d")]):
         speculator.init_cudagraph_manager(CUDAGraphMode.FULL_AND_PIECEWISE)
         graphs = speculator.graphs
         graphs.capture_all()

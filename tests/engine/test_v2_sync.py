@@ -18,10 +18,9 @@ from typing import Any
 import pytest
 import torch
 from conftest import v2_engine
+from engine_heads import options_of
 from torch.utils._python_dispatch import TorchDispatchMode
 from v2_requests import counters, generate, prompts, sampling
-
-from vllm_ext.proposers.registry import load_method
 
 pytestmark = pytest.mark.v2
 ROOT = Path(__file__).parents[2]
@@ -172,26 +171,40 @@ def test_no_step_asks_for_a_value(v2_trees: Any, trapped: None) -> None:
 
 
 @pytest.mark.parametrize(
-    "method", ["dyspec", "rsd_c", "rsd_s", "spectr", "static_tree", "layerskip", "unified_skip"]
+    "method",
+    [
+        "dyspec",
+        "rsd_c",
+        "rsd_s",
+        "spectr",
+        "static_tree",
+        "layerskip",
+        "unified_skip",
+        "eagle_tree",
+        "medusa_tree",
+    ],
 )
 def test_no_step_of_a_model_that_drafts_does(
-    v2_plain: Any, v2_dir: str, method: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+    v2_plain: Any,
+    v2_dir: str,
+    method: str,
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
 ) -> None:
     """Drawn trees, chosen ones, and both in a batch."""
-    options = {
-        "method": method,
-        **load_method(method).tested_with,
-        "num_speculative_tokens": 6,
-        "budget": "fixed",
-    }
+    options = {**options_of(method, v2_dir, tmp_path), "num_speculative_tokens": 6, "budget": "fixed"}
     v2_model = v2_engine(v2_dir, options)
     request.getfixturevalue("trapped")
     passes = v2_model.llm_engine.model_executor.driver_worker.worker.model_runner.speculator.passes
-    model = passes.model if passes.reads else passes._target  # vLLM's, with kernels for CPUs
-    for name in ("forward", "compute_logits"):
-        monkeypatch.setattr(model, name, _within(0)(getattr(model, name)))
-    if not passes.reads:
-        monkeypatch.setattr(passes, "_slice", _within(0)(passes._slice))
+    # vLLM's, with kernels for CPUs.
+    models = [(passes, "_run"), (passes, "_logits")]
+    if not passes.follows and method != "medusa_tree":
+        model = passes.model if passes.reads else passes._target
+        models = [(model, "forward"), (model, "compute_logits")]
+        models += [] if passes.reads else [(passes, "_slice")]
+    for owner, name in models:
+        monkeypatch.setattr(owner, name, _within(0)(getattr(owner, name)))
     before = counters(v2_model)["spec_accepted_tokens"]
     for kinds in (
         [sampling(max_tokens=5), sampling(temperature=0.7, seed=1, max_tokens=5)],
@@ -293,7 +306,7 @@ FILES = (
     ENGINE / "scheduler/budget.py",
     *sorted(ENGINE.glob("attention/*_captured.py")),
     *sorted(ROOT.glob("proposers/*_device.py")),
-    *sorted(ENGINE.glob("draft_model/device_*.py")),
+    *sorted(ENGINE.glob("draft_model/device/*.py")),
     *(ROOT / "kernels" / name for name in ("drawn_rows.py", "drawn_rows_triton.py")),
     *(ROOT / "kernels" / name for name in ("device_trees.py", "device_trees_triton.py")),
     *(
@@ -323,8 +336,8 @@ KNOWN = {
     "Calibration.of_prior",  # at start-up
     "TreeBadWords.apply",  # numpy: num_bad_words
     "LearningSampler.__call__",  # numpy: prefill_len_np
-    "SeparateOnDevice.read",  # numpy: lengths
-    "SeparateOnDevice._read_some",  # numpy: query_start
+    "ReadingPasses.read",  # numpy: lengths
+    "ReadingPasses._read_some",  # numpy: query_start
 }
 
 
@@ -353,7 +366,7 @@ def waiting_calls(source: str) -> list[tuple[str, int, str]]:
 @pytest.mark.quick
 def test_the_code_asks_for_no_value() -> None:
     assert len(FILES) >= 12
-    found = {file.name: waiting_calls(file.read_text()) for file in FILES}
+    found = {file: waiting_calls(file.read_text()) for file in FILES}
     for name, calls in found.items():
         assert not [call for call in calls if call[0] not in KNOWN], f"{name}: {calls}"
     assert {call[0] for calls in found.values() for call in calls} >= KNOWN, "no longer there"

@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from vllm_ext.config import processors, schedulers
-from vllm_ext.proposers.draft_model import DraftModelOptions, PassOptions
+from vllm_ext.proposers.draft_model import DraftModelOptions, DraftModelProposer, PassOptions
 from vllm_ext.proposers.hybrid import HybridOptions, make_options
+from vllm_ext.proposers.medusa import MedusaOptions
 from vllm_ext.proposers.sampled import MOST_NODES_ON_DEVICE
 
 if TYPE_CHECKING:
@@ -97,13 +98,15 @@ def _of_drafters(options: Any) -> Iterator[tuple[bool, str]]:
     if isinstance(options, HybridOptions):
         for proposer, _ in map(make_options, options.drafters):
             yield proposer.on_v2 is None, f"a drafter {proposer.why_v1}"
+            passes = issubclass(proposer, DraftModelProposer)
+            yield passes, "a drafter needs passes of heads, which V2 has of methods without others"
 
 
 def _of_passes(options: Any) -> Iterator[tuple[bool, str]]:
     """What models that draft cannot do on V2, as in `choose`."""
     if isinstance(options, DraftModelOptions):
         yield options.export_dir is not None, "export_dir is set: drafts on the device do not see answers"
-    if isinstance(options, PassOptions):
+    if isinstance(options, PassOptions | MedusaOptions):
         nodes = options.num_speculative_tokens
         yield (
             nodes > MOST_NODES_ON_DEVICE,

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from vllm_ext.engine.attention.tree_backend import TREES
-from vllm_ext.engine.draft_model.device_passes import NO_SLOT, DevicePasses, Likeliest, Texts
+from vllm_ext.engine.draft_model.device.passes import NO_SLOT, DevicePasses, Likeliest, Texts
 
 MOST, BLOCK = 64, 16
 

@@ -23,6 +23,7 @@ from vllm_ext import patches
 from vllm_ext.config import runners, speculative
 from vllm_ext.engine import step_extras, tree_layers
 from vllm_ext.engine.attention import tree_backend
+from vllm_ext.engine.models.hidden_states import HiddenStates
 from vllm_ext.engine.processors.v1_interface import V1Processors
 from vllm_ext.engine.recurrent.device_rows import DeviceSteps
 from vllm_ext.engine.v2 import shares
@@ -35,7 +36,7 @@ from vllm_ext.engine.v2.penalties import TreeBadWords, TreePenalties
 from vllm_ext.engine.v2.rejection_sampler import LearningSampler, TreeVerifier
 from vllm_ext.engine.v2.speculator import TreeSpeculator
 from vllm_ext.engine.v2.user_processors import AskedProcessor
-from vllm_ext.proposers.draft_model import PassOptions
+from vllm_ext.proposers.draft_model import DraftModelProposer
 
 logger = init_logger("vllm.vllm_ext")
 
@@ -54,6 +55,8 @@ class SpeculativeRunner:
     device: torch.device
     adaptive_verification: Any
 
+    # After how many layers the target hands out hidden states.
+    aux_layers: Sequence[int] = ()
     # int [requests] of the step that runs, until its adapters are set.
     _logits_rows: Any = None
     # By KV group, what moves paths in its caches; see `vllm_ext.kernels.path_move.move_paths`.
@@ -82,6 +85,8 @@ class SpeculativeRunner:
             self.sampler, runner.speculative_config, self.device, self.speculator
         )
         self.speculator.load(runner.model)
+        if self.speculator.aux_layers:
+            HiddenStates.of_target(runner, self.speculator.aux_layers)
 
     def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> None:
         """After vLLM has bound the caches: find out whether this model can verify trees."""
@@ -239,7 +244,7 @@ def install(runner: Any) -> None:
     settings = speculative.from_vllm_config(runner.vllm_config)
     assert settings is not None
     kind: type[TreeSpeculator] = DeviceSpeculator if runners.is_on_device(settings) else HostSpeculator
-    if isinstance(settings.options, PassOptions):
+    if issubclass(settings.proposer_class, DraftModelProposer):
         kind = ModelSpeculator
     runner.speculator = kind(runner.vllm_config, runner.device, runner.req_states)
     runner.speculator.may_vary = runner._may_vary

@@ -14,16 +14,20 @@ import numpy as np
 import torch
 from vllm.config.compilation import CUDAGraphMode
 
-from vllm_ext.engine.draft_model.device_graphs import DraftGraphs
-from vllm_ext.engine.draft_model.device_passes import DevicePasses
-from vllm_ext.engine.draft_model.device_separate import SeparateOnDevice
-from vllm_ext.engine.draft_model.device_slice import SliceOnDevice
-from vllm_ext.engine.draft_model.device_step import DraftStep, Kind
+from vllm_ext.engine.draft_model.device.eagle import EagleOnDevice
+from vllm_ext.engine.draft_model.device.graphs import DraftGraphs
+from vllm_ext.engine.draft_model.device.heads import HeadsOnDevice
+from vllm_ext.engine.draft_model.device.passes import Committed, DevicePasses
+from vllm_ext.engine.draft_model.device.separate import SeparateOnDevice
+from vllm_ext.engine.draft_model.device.slice import SliceOnDevice
+from vllm_ext.engine.draft_model.device.step import DraftStep, Kind
 from vllm_ext.engine.models import exit_heads
 from vllm_ext.engine.v2.speculator import StepRows, TreeSpeculator
 from vllm_ext.kernels import backends
 from vllm_ext.proposers.draft_model import DraftModelOptions, DraftModelProposer
+from vllm_ext.proposers.eagle import EagleOptions
 from vllm_ext.proposers.layerskip import LayerSkip
+from vllm_ext.proposers.medusa import MedusaOptions
 from vllm_ext.proposers.unified_skip import UnifiedSkip, balanced
 
 READ_EVERY = 16  # of steps without drafts: the model then reads what they have put out, at once
@@ -43,7 +47,8 @@ class ModelSpeculator(TreeSpeculator):
         assert isinstance(proposer, DraftModelProposer)
         self._config = vllm_config
         self.passes = _passes(vllm_config, proposer, req_states)
-        self.max_depth = min(options.max_depth, self.num_nodes)
+        proposer.deepest = self.passes.deepest
+        self.max_depth = min(proposer.most_depth, self.num_nodes)
         self.step = DraftStep(
             self.passes, proposer, self.num_nodes, self.max_num_reqs, req_states, backends.V2
         )
@@ -54,6 +59,7 @@ class ModelSpeculator(TreeSpeculator):
             for _ in range(4)  # behind: tokens that the model has not read, at most
         )
         self._sampling: Any = None  # vLLM's ``SamplingStates``
+        self._verifier: Any = None  # `TreeVerifier`
 
     @property
     def memory(self) -> tuple[int, str]:
@@ -63,12 +69,16 @@ class ModelSpeculator(TreeSpeculator):
     def own_layers(self) -> Sequence[str]:
         return self.passes.own_layers
 
+    @property
+    def aux_layers(self) -> Sequence[int]:
+        return self.passes.aux_layers
+
     def load(self, target: Any) -> None:
         self.passes.load(target)
 
     def bind(self, runner: Any) -> None:
         self.passes.bind(runner)
-        self._sampling = runner.sampler.sampling_states
+        self._sampling, self._verifier = runner.sampler.sampling_states, runner.rejection_sampler
 
     def init_cudagraph_manager(self, cudagraph_mode: Any) -> None:
         # With adapters, and where ranks must agree on each pass, passes have no fixed shapes.
@@ -113,11 +123,15 @@ class ModelSpeculator(TreeSpeculator):
             return self.step.tokens[:number]
         slots = input_batch.idx_mapping_np
         behind = self._behind[slots]
-        rests = not input_batch.has_prefill and behind.max() < READ_EVERY
-        if not level and (rests or not self.passes.reads):
+        passes = self.passes
+        rests = not (passes.follows or input_batch.has_prefill) and behind.max() < READ_EVERY
+        if not level and (rests or not passes.reads):
             self._behind[slots] += np.minimum(input_batch.num_scheduled_tokens, self.step.most_new)
             return self.step.tokens[:number]
         self._behind[slots] = 0
+        path = self._verifier.walked.path if input_batch.num_draft_tokens else None
+        _, _, hidden, streams, num_new, *_ = args  # as vLLM's `BaseSpeculator.propose` has them
+        passes.take(input_batch, Committed(hidden, streams or (), path, num_new))
         self._draft(input_batch, slots, behind, level)
         return self.step.tokens[:number]
 
@@ -166,6 +180,10 @@ class ModelSpeculator(TreeSpeculator):
 def _passes(vllm_config: Any, proposer: DraftModelProposer, req_states: Any) -> DevicePasses:
     """Of a method's model."""
     options = proposer.options
+    if isinstance(options, EagleOptions):
+        return EagleOnDevice(vllm_config, options, req_states, backends.V2)
+    if isinstance(options, MedusaOptions):
+        return HeadsOnDevice(vllm_config, options, req_states, backends.V2)
     if isinstance(options, DraftModelOptions):
         return SeparateOnDevice(vllm_config, options, req_states, backends.V2)
     num_layers = vllm_config.model_config.get_total_num_hidden_layers()

@@ -315,6 +315,11 @@ class TreeSpeculator(BaseSpeculator):  # type: ignore[misc]  # vLLM is untyped t
         """
 
     @property
+    def aux_layers(self) -> Sequence[int]:
+        """After how many of its layers the target is to hand out hidden states, ascending; once `load` was called."""
+        return ()
+
+    @property
     def own_layers(self) -> Sequence[str]:
         """Names of attention layers that are not the target's."""
         return ()

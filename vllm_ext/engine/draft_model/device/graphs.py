@@ -15,7 +15,7 @@ import torch
 from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, CudaGraphManager
 
-from vllm_ext.engine.draft_model.device_step import DraftStep, Kind
+from vllm_ext.engine.draft_model.device.step import DraftStep, Kind
 
 MOST_REQUESTS = 32  # of larger batches a step takes longer than the launches
 

@@ -67,6 +67,17 @@ class Room(NamedTuple):
         return Room(*(part[some] for part in self))
 
 
+class Committed(NamedTuple):
+    """What the target's step has computed, and what became of its rows."""
+
+    hidden: torch.Tensor  # [query rows, hidden_size] behind the last norm
+    streams: Sequence[torch.Tensor]  # [query rows, hidden_size] after each of `DevicePasses.aux_layers`
+    # int32 [requests, nodes + 1] offsets of accepted rows, the root's first; behind the last, their own place. None: no
+    # request had drafts.
+    path: torch.Tensor | None
+    num_new: torch.Tensor  # int32 [requests] tokens of each that are new; 0 while its prompt is incomplete
+
+
 class DevicePasses(ABC):
     """A model that drafts, its place in the caches, and its passes.
 
@@ -79,6 +90,13 @@ class DevicePasses(ABC):
 
     what_next: str  # what an error says of layers that do not fit
     reads = False  # whether it has a cache of its own, which `read` keeps in step with the target's
+    ahead = 0  # how many tokens behind a row's place its token is
+    follows = False  # whether `read` needs what each step of the target has computed, one with no drafts too
+    aux_layers: Sequence[int] = ()  # after how many of its layers the target is to hand out hidden states
+    token_map: torch.Tensor | None = (
+        None  # int64 [rows of the language head] their tokens; None: all, in order
+    )
+    deepest = 32  # nodes of which it knows something
 
     def __init__(self, vllm_config: Any, req_states: Any, backend: Backend, what: str) -> None:
         self._target_config, self._states, self._backend, self._what = vllm_config, req_states, backend, what
@@ -111,6 +129,14 @@ class DevicePasses(ABC):
     def blocks(self, slots: Any) -> Any:
         """int32 ``[requests]`` on the host: `Texts.blocks` of these slots, as vLLM has them in this step."""
         return self._runner.block_tables.num_blocks.np[self._group_id, slots]
+
+    def take(self, input_batch: Any, committed: Committed) -> None:
+        """A step is over; before `read`, and not in a graph.
+
+        Args:
+            input_batch: vLLM's, of the step.
+            committed: what it has computed.
+        """
 
     def is_short(self, input_batch: Any, most_new: int, behind: Any) -> bool:
         """Whether `read_last` is enough; arguments as of `read`."""
@@ -290,11 +316,15 @@ class DevicePasses(ABC):
 
     def _of_some(self, hidden: torch.Tensor) -> Likeliest:
         with torch.inference_mode():
-            logits = self._logits(hidden)[:, : self.vocab_size]
-            support = min(MAX_K, self.vocab_size)
-            ids = top_k_ids(logits, support, self._backend)
-            total = torch.logsumexp(logits.float(), 1, keepdim=True)
-            log_q = logits.gather(1, ids.long()).float() - total
+            return self._of_logits(self._logits(hidden)[:, : self.vocab_size])
+
+    def _of_logits(self, logits: torch.Tensor) -> Likeliest:
+        support = min(MAX_K, logits.shape[1])
+        ids = top_k_ids(logits, support, self._backend)
+        total = torch.logsumexp(logits.float(), 1, keepdim=True)
+        log_q = logits.gather(1, ids.long()).float() - total
+        if self.token_map is not None:
+            ids = self.token_map[ids.long()].to(torch.int32)
         missing = MAX_K - support
         if not missing:
             return Likeliest(ids, log_q)

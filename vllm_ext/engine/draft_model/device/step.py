@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a model that drafts on the device does in a step, as functions of buffers that stay where they are.
 
-So a CUDA graph can hold each (`device_graphs`): what is launched depends on the arguments alone, and requests that fill
+So a CUDA graph can hold each (`graphs`): what is launched depends on the arguments alone, and requests that fill
 a batch up write nowhere.
 """
 
@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from vllm_ext.engine.draft_model.device_passes import DevicePasses, Likeliest, Texts
+from vllm_ext.engine.draft_model.device.passes import DevicePasses, Likeliest, Texts
 from vllm_ext.kernels.ancestor_bits import ancestor_bits
 from vllm_ext.kernels.backends import Backend
 from vllm_ext.kernels.device_trees import EMPTY, WORDS, SlotTrees
@@ -64,7 +64,7 @@ class DraftStep:
         self.passes, self.num_nodes, self.max_num_reqs = passes, num_nodes, slots
         self._proposer, self._states, self._backend = proposer, req_states, backend
         self._device: torch.device = req_states.device
-        self.most_new = 1 + min(proposer.options.max_depth, num_nodes)  # tokens that a step puts out
+        self.most_new = 1 + min(proposer.most_depth, num_nodes)  # tokens that a step puts out
         levels = range(1, num_nodes + 1)
         chosen, drawn = proposer.chosen_on_device, proposer.drawn_on_device
         asked = max(sum(common_widths(chosen(level), drawn(level))) for level in levels)
@@ -117,8 +117,10 @@ class DraftStep:
     def measure(self, size: int) -> None:
         """Find out how long texts are."""
         slot, _, _, end, *_ = self._integers[:, :size]
-        # Of incomplete prompts the host knows it.
-        self._lengths[:size] = torch.where(end > 0, end, self._states.total_len.gpu[slot]).to(torch.int32)
+        # Of incomplete prompts the host knows it, and the tokens behind are there.
+        self._lengths[:size] = torch.where(
+            end > 0, end + self.passes.ahead, self._states.total_len.gpu[slot]
+        ).to(torch.int32)
 
     def put_roots(self, found: Likeliest) -> None:
         """Keep the distributions after the texts' last tokens, for `grow`."""

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A second model in vLLM's V2 worker, which reads what the target reads, in the same step.
+"""A model with a cache of its own in vLLM's V2 worker: it reads a text's tokens in the step that computes them.
 
-It reads prompts by the same chunks, in passes of as many rows as vLLM's steps have. Of a request that decodes it reads
-the last tokens that may be new, whether they are or not: what was read before is read again into the same slots of the
-KV cache. These are the target's blocks, in layers of the model's own. So blocks that the prefix cache shares hold both,
-and draft nodes are read again once they are committed.
+It reads prompts by the same chunks, in passes of as many rows as vLLM's steps have. Its cache lies in the target's
+blocks, in layers of the model's own. So blocks that the prefix cache shares hold both, and draft nodes are read again
+once they are committed. What a row is given beside its token, and which rows there are, is the subclass's.
 """
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,44 +16,17 @@ import numpy as np
 import torch
 from vllm.v1.worker.gpu.attn_utils import build_attn_metadata, init_attn_backend
 
-from vllm_ext.engine.draft_model.device_passes import DevicePasses, Likeliest, Texts
+from vllm_ext.engine.draft_model.device.passes import DevicePasses, Likeliest, Texts
 from vllm_ext.engine.draft_model.own_caches import packed
-from vllm_ext.engine.models import second_model
-from vllm_ext.kernels.backends import Backend
-from vllm_ext.proposers.draft_model import DraftModelOptions
-
-PREFIX = "companion"  # of the layers' names
 
 
-class SeparateOnDevice(DevicePasses):
-    """See `DevicePasses`.
+class ReadingPasses(DevicePasses):
+    """See `DevicePasses`. A row of the cache stands at a *place* of a text."""
 
-    Args:
-        vllm_config: the target's.
-        options: which model.
-        req_states: vLLM's ``RequestState``.
-        backend: of the kernels.
-    """
-
-    what_next = "Choose another draft model, or a method without one: `vllm-ext methods`."
     reads = True
 
-    def __init__(
-        self, vllm_config: Any, options: DraftModelOptions, req_states: Any, backend: Backend
-    ) -> None:
-        super().__init__(vllm_config, req_states, backend, f"speculative_config.model={options.model!r}")
-        self._options = options
-        self.model: Any = None
-        self._attn_groups: list[list[Any]] = []
-
-    def load(self, target: Any) -> None:
-        """Build it and load its weights; its layers then take part in vLLM's sizing of the caches."""
-        self.config, self.model, self.layers = second_model.load(
-            self._target_config, self._options, target, PREFIX
-        )
-        self.own_layers = self.layers
-        self.vocab_size = min(self.vocab_size, self.config.model_config.get_vocab_size())
-        second_model.log_draft(self._options, self.model, self.layers)
+    # vLLM's, by KV group.
+    _attn_groups: Sequence[Sequence[Any]] = ()
 
     def bind(self, runner: Any) -> None:
         """See `DevicePasses`."""
@@ -66,52 +39,86 @@ class SeparateOnDevice(DevicePasses):
         """See `DevicePasses`: no prompt, and nothing that was left unread."""
         return not input_batch.has_prefill and not behind.any()  # numpy
 
+    @abstractmethod
+    def _last_places(self, texts: Texts, most_new: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of texts that decode, int32 ``[requests]``: the first place to be read, and the one behind the last."""
+
+    @abstractmethod
+    def _rows_of(self, input_batch: Any, most_new: int, behind: Any) -> np.ndarray[Any, Any]:
+        """Arguments as of `read`; int ``[requests]`` on the host: how many places may have to be read, at most."""
+
+    @abstractmethod
+    def _places_of(
+        self, input_batch: Any, texts: Texts, number: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `_last_places`, int64, of any texts.
+
+        Args:
+            input_batch: vLLM's.
+            texts: as they are now.
+            number: int64 ``[requests]``, of `_rows_of`.
+        """
+
+    def _give_last(self, number: int, most_new: int) -> None:
+        """The rows of so many requests are read, as many of each as may be new."""
+
+    def _give(self, input_batch: Any, whose: torch.Tensor, place: torch.Tensor) -> None:
+        """Rows are read.
+
+        Args:
+            input_batch: vLLM's.
+            whose: int64 ``[rows]`` requests.
+            place: int64 ``[rows]`` of each request's rows the how manieth it is.
+        """
+
+    def _found(self, number: int, hidden: torch.Tensor) -> Likeliest:
+        """The distributions after the last tokens of so many requests; ``[requests, hidden]``."""
+        return self._likeliest(hidden)
+
     def read_last(self, texts: Texts, most_new: int) -> Likeliest:
         """See `DevicePasses`: as the nodes of a chain."""
         number = texts.number
-        begin = texts._replace(lengths=(texts.lengths - most_new).clamp(min=0))
+        first, end = self._last_places(texts, most_new)
+        begin = texts._replace(lengths=first)
         place, _, _ = self._places(number, (1,) * most_new)
         # Of a shorter text the last token is read again behind its end, where the tree's nodes will lie.
-        at = torch.minimum(begin.lengths[:, None] + place, texts.lengths[:, None] - 1)
+        at = torch.minimum(first[:, None] + place, end[:, None] - 1) + self.ahead
         tokens = self._states.all_token_ids.gpu[texts.slots[:, None], at.long()].to(torch.int32)
         parents = (place - 1).expand(number, -1).contiguous()
-        hidden = self._below(begin, self.room(begin, [1] * most_new), tokens, parents, 0)
-        last = (texts.lengths - 1 - begin.lengths).long()[:, None, None]
-        rows = hidden.view(number, most_new, -1)
-        return self._likeliest(rows.gather(1, last.expand(-1, 1, rows.shape[2]))[:, 0])
+        self._give_last(number, most_new)
+        room = super().room(begin, [1] * most_new)
+        rows = self._below(begin, room, tokens, parents, 0).view(number, most_new, -1)
+        last = (end - 1 - first).clamp(min=0).long()[:, None, None]
+        return self._found(number, rows.gather(1, last.expand(-1, 1, rows.shape[2]))[:, 0])
 
     def read(self, input_batch: Any, texts: Texts, most_new: int, behind: Any) -> Likeliest:
         """See `DevicePasses`: prompts too, by the chunks of vLLM's step."""
-        scheduled = np.asarray(input_batch.num_scheduled_tokens)
-        done = np.asarray(input_batch.num_computed_tokens_np) + scheduled
-        complete = done >= input_batch.prefill_len_np
+        done = np.asarray(input_batch.num_computed_tokens_np) + np.asarray(input_batch.num_scheduled_tokens)
         number = input_batch.num_reqs
-        lengths = (
-            np.where(input_batch.is_prefilling_np, scheduled + complete, np.minimum(scheduled, most_new))
-            + behind
-        )
+        lengths = self._rows_of(input_batch, most_new, behind)
         starts = np.zeros(number + 1, np.int64)
         np.cumsum(lengths, out=starts[1:])
         owner = np.repeat(np.arange(number), lengths)
         offset = np.arange(starts[-1]) - starts[owner]
         known = self.to_device(np.concatenate([lengths, owner, offset, starts]))
         length, whose, place, query_start = torch.split(known, [number, len(owner), len(owner), number + 1])
-        end = texts.lengths.to(torch.int64)
-        first = (end - length).clamp(min=0)
+        first, end = self._places_of(input_batch, texts, length)
         position = first[whose] + place
         there = position < end[whose]
-        token = self._states.all_token_ids.gpu[texts.slots[whose], torch.minimum(position, end[whose] - 1)]
+        at = torch.minimum(position, end[whose] - 1) + self.ahead
+        token = self._states.all_token_ids.gpu[texts.slots[whose], at]
         slot_mapping = self._kv_slots(texts, query_start.to(torch.int32), position, whose, there)
         longest = np.minimum(np.maximum(done + 1, lengths), self._max_model_len)
         parts = [(request, 0, rows) for request, rows in enumerate(lengths.tolist())]
+        self._give(input_batch, whose, place)
         hidden = [
             self._read_some(
                 lot, int(starts[lot[0][0]]) + lot[0][1], token, position, slot_mapping, first, longest
             )
             for lot in packed(parts, self._limit)
         ]
-        rows = query_start[:-1] + (end - 1 - first)
-        return self._likeliest(torch.cat(hidden)[rows])
+        rows = query_start[:-1] + (end - 1 - first).clamp(min=0)
+        return self._found(number, torch.cat(hidden)[rows])
 
     def _read_some(
         self,
@@ -161,11 +168,3 @@ class SeparateOnDevice(DevicePasses):
             positions=position[here],
         )
         return self._forward(token[here], position[here], slot_mapping[here], metadata)
-
-    def _run(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        hidden: torch.Tensor = self.model(input_ids=tokens, positions=positions, intermediate_tensors=None)
-        return hidden
-
-    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        logits: torch.Tensor = self.model.compute_logits(hidden)
-        return logits

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from vllm_ext.engine.draft_model.device_passes import DevicePasses, Likeliest, Room, Texts
+from vllm_ext.engine.draft_model.device.passes import DevicePasses, Likeliest, Room, Texts
 from vllm_ext.engine.draft_model.self_speculation import attention_names
 from vllm_ext.engine.models.exit_heads import Head
 from vllm_ext.engine.models.layer_slices import LayerSlice

@@ -18,7 +18,7 @@ temperatures.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from pydantic import Field
 
@@ -48,6 +48,7 @@ class Eagle(DynamicTreeProposer):
     paper: ClassVar[str] = "arXiv 2503.01840"
     Options: ClassVar[type[MethodOptions]] = EagleOptions
     fuses: ClassVar[bool] = True
+    tested_with: ClassVar[Mapping[str, Any]] = {}  # tests make heads for their models
 
     beside: Mapping[str, DraftTree] = {}  # set by a hybrid: by request id, what its other drafters propose
 

@@ -16,9 +16,9 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 from pydantic import Field
@@ -56,6 +56,7 @@ class Medusa(DynamicTreeProposer):
     paper: ClassVar[str] = "arXiv 2401.10774"
     Options: ClassVar[type[MethodOptions]] = MedusaOptions
     fuses: ClassVar[bool] = True
+    tested_with: ClassVar[Mapping[str, Any]] = {}  # tests make heads for their models
     draft: AllDepths
 
     def propose(self, requests: Sequence[Request]) -> list[DraftTree]:

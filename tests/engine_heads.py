@@ -21,7 +21,7 @@ from vllm_ext.proposers.registry import load_method
 
 def options_of(method: str, target: str, folder: Path) -> dict[str, Any]:
     """A method with what it needs: random heads of its kind in a folder, or what the registry says."""
-    options = {"method": method, **load_method(method).tested_with}
+    options: dict[str, Any] = {"method": method, **load_method(method).tested_with}
     match method:
         case "eagle_tree":
             options["model"] = tiny_eagle.random(folder / "head", Path(target))

@@ -24,6 +24,7 @@ ROOT = HERE.parents[1]
 sys.path[:0] = [str(HERE), str(ROOT)]
 
 import correctness  # noqa: E402
+import heads  # noqa: E402
 from engines import Engine, Failed, Results  # noqa: E402
 from shapes import CORRECT, DRY, SHAPES, Shape  # noqa: E402
 from traces import Traces  # noqa: E402
@@ -40,6 +41,7 @@ METHODS: dict[str, Method] = {
     "hybrid": {"method": "hybrid"},
 }
 OURS = ("token_recycling", "hybrid")
+HEAD = "eagle_tree"  # with random weights it is never right: what its steps cost is to be known, alone
 ANATOMY = ("plain", "token_recycling")
 
 
@@ -112,6 +114,9 @@ class Suite:
         fixed = {"budget": "fixed", "num_speculative_tokens": 6}
         graphs: dict[str, Method] = {"plain": None, **{name: {"method": name, **fixed} for name in OURS}}
         graphs["dyspec"] = {"method": "dyspec", "model": "self", "self_layers": 1, **fixed}
+        shape = CORRECT["float32"]
+        for name, write in (("eagle_tree", heads.eagle), ("medusa_tree", heads.medusa)):
+            graphs[name] = {"method": name, "model": write(shape, self.work / f"float32-{name}"), **fixed}
         larger = {"method": "token_recycling", "budget": "fixed", "num_speculative_tokens": 15}
         if self.dry:
             self.start("float32", CORRECT["float32"], {**graphs, "token_recycling 15": larger}, **options)
@@ -280,11 +285,11 @@ class Suite:
             if "plain" in ready:
                 run = self._generate(ready["plain"], traces, 64, batch)
                 self.results.add("cost", group=group, method="plain", batch=batch, level=None, **run)
-            for name in OURS:
+            for name in (*OURS, HEAD):
                 if name not in ready:
                     continue
                 engine = ready[name]
-                for level in engine.call("probe_level", None) if name == OURS[0] or batch in (1, 64) else ():
+                for level in engine.call("probe_level", None) if name != OURS[1] or batch in (1, 64) else ():
                     engine.call("probe_level", level)
                     engine.call("probe_forget")
                     run = self._generate(engine, traces, 64 if level == 0 or batch > 1 else 128, batch)
@@ -305,7 +310,7 @@ class Suite:
         for number in range(self.rounds):
             for batch in self.batches:
                 traces = range(self._num_warm, self._num_warm + min(counts.get(batch, batch), available))
-                names = list(ready)
+                names = [name for name in ready if name != HEAD]
                 for name in names if number % 2 == 0 else names[::-1]:
                     if self.results.left_s < 20:
                         self.results.add("skipped", what=f"round {number}, batch {batch}, {name}")
@@ -356,7 +361,8 @@ def main() -> None:
         if "correct" in stages:
             suite.start_correct()
         for group, shape in shapes.items():
-            suite.start(group, shape, METHODS)
+            head = {"method": HEAD, "model": heads.eagle(shape, suite.work / f"{group}-{HEAD}")}
+            suite.start(group, shape, {**METHODS, HEAD: head})
         suite.machine()
         if "correct" in stages:
             for group in CORRECT if not suite.dry else ["float32"]:

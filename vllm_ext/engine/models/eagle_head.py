@@ -132,7 +132,10 @@ class EagleHead:
         inner: Any = self.model.model
         if not self.model.has_own_embed_tokens:
             inner.embed_tokens = target.model.embed_tokens
-        if not self.model.has_own_lm_head:
+        # With a vocabulary of its own it has its own, if only by dummy weights.
+        rows = getattr(self.model, "draft_id_to_target_id", None)
+        whole = rows is None or len(rows) == self.model.config.vocab_size
+        if not self.model.has_own_lm_head and whole:
             self.model.lm_head = target.lm_head
         shared = {id(parameter) for parameter in target.parameters()}
         self._own_bytes = weight_bytes(self.model) - sum(

@@ -99,7 +99,8 @@ class EagleOnDevice(ReadingPasses):
 
     def _last_places(self, texts: Texts, most_new: int) -> tuple[torch.Tensor, torch.Tensor]:
         end = texts.lengths - 1
-        return (end - self._num_new[: texts.number]).clamp(min=0), end
+        new = self._num_new[: texts.number].clamp(min=1)  # what fills a batch up has none
+        return (end - new).clamp(min=0), end
 
     def _give_last(self, number: int, most_new: int) -> None:
         rows = number * most_new

@@ -41,7 +41,7 @@ class ReadingPasses(DevicePasses):
 
     @abstractmethod
     def _last_places(self, texts: Texts, most_new: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of texts that decode, int32 ``[requests]``: the first place to be read, and the one behind the last."""
+        """Of texts that decode, int32 ``[requests]``: the first place to be read, and one that is behind the last."""
 
     @abstractmethod
     def _rows_of(self, input_batch: Any, most_new: int, behind: Any) -> np.ndarray[Any, Any]:
@@ -82,13 +82,15 @@ class ReadingPasses(DevicePasses):
         begin = texts._replace(lengths=first)
         place, _, _ = self._places(number, (1,) * most_new)
         # Of a shorter text the last token is read again behind its end, where the tree's nodes will lie.
-        at = torch.minimum(first[:, None] + place, end[:, None] - 1) + self.ahead
+        at = torch.minimum(first[:, None] + place, end[:, None] - 1)
+        if self.ahead:
+            at = at + self.ahead
         tokens = self._states.all_token_ids.gpu[texts.slots[:, None], at.long()].to(torch.int32)
         parents = (place - 1).expand(number, -1).contiguous()
         self._give_last(number, most_new)
         room = super().room(begin, [1] * most_new)
         rows = self._below(begin, room, tokens, parents, 0).view(number, most_new, -1)
-        last = (end - 1 - first).clamp(min=0).long()[:, None, None]
+        last = (end - 1 - first).long()[:, None, None]
         return self._found(number, rows.gather(1, last.expand(-1, 1, rows.shape[2]))[:, 0])
 
     def read(self, input_batch: Any, texts: Texts, most_new: int, behind: Any) -> Likeliest:

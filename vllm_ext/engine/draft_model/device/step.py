@@ -118,9 +118,9 @@ class DraftStep:
         """Find out how long texts are."""
         slot, _, _, end, *_ = self._integers[:, :size]
         # Of incomplete prompts the host knows it, and the tokens behind are there.
-        self._lengths[:size] = torch.where(
-            end > 0, end + self.passes.ahead, self._states.total_len.gpu[slot]
-        ).to(torch.int32)
+        ahead = self.passes.ahead
+        known = end + ahead if ahead else end
+        self._lengths[:size] = torch.where(end > 0, known, self._states.total_len.gpu[slot]).to(torch.int32)
 
     def put_roots(self, found: Likeliest) -> None:
         """Keep the distributions after the texts' last tokens, for `grow`."""

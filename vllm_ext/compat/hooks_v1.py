@@ -7,6 +7,20 @@ from vllm_ext.compat.hooks import Hook
 from vllm_ext.compat.hooks_structured import STRUCTURED_HOOKS
 
 _SPEC = "vllm.v1.kv_cache_interface"
+HIDDEN_STATE_HOOKS = (
+    Hook(
+        "vllm.model_executor.models.interfaces",
+        "EagleModelMixin._maybe_add_hidden_state",
+        ("self", "aux_hidden_states", "layer_idx"),
+        "hands out hidden states between layers",
+    ),
+    Hook(
+        "vllm.model_executor.models.interfaces",
+        "SupportsEagle3.set_aux_hidden_state_layers",
+        ("self", "layers"),
+        "keeps hidden states of chosen layers",
+    ),
+)
 LAYER_HOOKS = (
     *(
         Hook("vllm.model_executor.layers.attention_layer_base", f"AttentionLayerBase.{name}", parameters, why)
@@ -309,18 +323,7 @@ HOOKS = (
         ("self",),
         "compiles some of the layers apart",
     ),
-    Hook(
-        "vllm.model_executor.models.interfaces",
-        "EagleModelMixin._maybe_add_hidden_state",
-        ("self", "aux_hidden_states", "layer_idx"),
-        "hands out hidden states between layers",
-    ),
-    Hook(
-        "vllm.model_executor.models.interfaces",
-        "SupportsEagle3.set_aux_hidden_state_layers",
-        ("self", "layers"),
-        "keeps hidden states of chosen layers",
-    ),
+    *HIDDEN_STATE_HOOKS,
     Hook(_RUNNER, "GPUModelRunner.initialize_kv_cache", ("self",), "asks whether the layers take trees"),
     Hook(_RUNNER, "GPUModelRunner.sample_tokens", ("self", "grammar_output"), "taps the target's logits"),
     Hook(

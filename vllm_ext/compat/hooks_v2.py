@@ -10,7 +10,7 @@ from vllm_ext.compat.hooks import Hook
 from vllm_ext.compat.hooks_cuda import CUDA_HOOKS
 from vllm_ext.compat.hooks_recurrent import RECURRENT_HOOKS
 from vllm_ext.compat.hooks_structured import V2_STRUCTURED_HOOKS
-from vllm_ext.compat.hooks_v1 import HOOKS, LAYER_HOOKS
+from vllm_ext.compat.hooks_v1 import HIDDEN_STATE_HOOKS, HOOKS, LAYER_HOOKS
 
 _GPU = "vllm.v1.worker.gpu"
 _BATCH = f"{_GPU}.input_batch"
@@ -22,6 +22,7 @@ _RUNNER = f"{_GPU}.model_runner"
 
 V2_HOOKS = (
     *LAYER_HOOKS,
+    *HIDDEN_STATE_HOOKS,
     *V2_STRUCTURED_HOOKS,
     *(
         Hook(f"{_GPU}.sample.logit_bias", name, None, "longer lists of a request are refused")

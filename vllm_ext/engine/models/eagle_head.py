@@ -134,7 +134,8 @@ class EagleHead:
             inner.embed_tokens = target.model.embed_tokens
         # With a vocabulary of its own it has its own, if only by dummy weights.
         rows = getattr(self.model, "draft_id_to_target_id", None)
-        whole = rows is None or len(rows) == self.model.config.vocab_size
+        own_config = self.config.speculative_config.draft_model_config.hf_config
+        whole = rows is None or len(rows) == own_config.vocab_size
         if not self.model.has_own_lm_head and whole:
             self.model.lm_head = target.lm_head
         shared = {id(parameter) for parameter in target.parameters()}

@@ -17,18 +17,14 @@ temperatures.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import ClassVar
 
 from pydantic import Field
 
 from vllm_ext.kernels.user_paths import UserPath
-from vllm_ext.proposers.base import MethodOptions, Request
-from vllm_ext.proposers.draft_model import DraftModelProposer, PassOptions
-from vllm_ext.proposers.dyspec import SampledTree
-from vllm_ext.proposers.joint_tree import JointTree
-from vllm_ext.proposers.sampled import TreeBuilder
-from vllm_ext.proposers.tree import DraftTree
+from vllm_ext.proposers.base import MethodOptions
+from vllm_ext.proposers.draft_model import PassOptions
+from vllm_ext.proposers.node_heads import NodeHeads
 
 
 class EagleOptions(PassOptions):
@@ -41,24 +37,9 @@ class EagleOptions(PassOptions):
     )
 
 
-class Eagle(DraftModelProposer):
+class Eagle(NodeHeads):
     """Trees of an EAGLE head."""
 
     summary: ClassVar[str] = "a trained layer on the target's hidden states"
     paper: ClassVar[str] = "arXiv 2503.01840"
     Options: ClassVar[type[MethodOptions]] = EagleOptions
-    on_v2 = None
-    why_v1 = "reads hidden states that V2 does not hand out yet"
-    fuses: ClassVar[bool] = True
-
-    beside: Mapping[str, DraftTree] = {}  # set by a hybrid: by request id, what its other drafters propose
-
-    def _builder(self, request: Request) -> TreeBuilder:
-        others = self.beside.get(request.request_id)
-        if others is None or request.chain:
-            return super()._builder(request)
-        return JointTree(*self.limits(request), others)
-
-    def drawn(self, num_nodes: int, max_depth: int) -> TreeBuilder:
-        """See `DraftModelProposer.drawn`."""
-        return SampledTree(num_nodes, max_depth, self.chance)

@@ -17,18 +17,14 @@ temperatures.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from pydantic import Field
 
 from vllm_ext.kernels.user_paths import UserPath
-from vllm_ext.proposers.base import MethodOptions, Request
+from vllm_ext.proposers.base import MethodOptions
 from vllm_ext.proposers.draft_model import PassOptions
-from vllm_ext.proposers.dyspec import DynamicTreeProposer
-from vllm_ext.proposers.joint_tree import JointTree
-from vllm_ext.proposers.sampled import TreeBuilder
-from vllm_ext.proposers.tree import DraftTree
+from vllm_ext.proposers.node_heads import NodeHeads
 
 
 class EagleOptions(PassOptions):
@@ -41,19 +37,9 @@ class EagleOptions(PassOptions):
     )
 
 
-class Eagle(DynamicTreeProposer):
+class Eagle(NodeHeads):
     """Trees of an EAGLE head."""
 
     summary: ClassVar[str] = "a trained layer on the target's hidden states"
     paper: ClassVar[str] = "arXiv 2503.01840"
     Options: ClassVar[type[MethodOptions]] = EagleOptions
-    fuses: ClassVar[bool] = True
-    tested_with: ClassVar[Mapping[str, Any]] = {}  # tests make heads for their models
-
-    beside: Mapping[str, DraftTree] = {}  # set by a hybrid: by request id, what its other drafters propose
-
-    def _builder(self, request: Request) -> TreeBuilder:
-        others = self.beside.get(request.request_id)
-        if others is None or request.chain:
-            return super()._builder(request)
-        return JointTree(*self.limits(request), others)

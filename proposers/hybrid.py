@@ -27,10 +27,12 @@ from vllm_ext.kernels.learned_arrays import Learned, check_names
 from vllm_ext.proposers import registry
 from vllm_ext.proposers.base import MethodOptions, Proposer, Request, VerifiedRows
 from vllm_ext.proposers.calibration import Calibration
+from vllm_ext.proposers.clover import CloverOptions
 from vllm_ext.proposers.draft_model import DraftModelProposer
-from vllm_ext.proposers.eagle import Eagle, EagleOptions
+from vllm_ext.proposers.eagle import EagleOptions
 from vllm_ext.proposers.joint_tree import PassGain, unsaid
 from vllm_ext.proposers.medusa import MedusaOptions
+from vllm_ext.proposers.node_heads import NodeHeads
 from vllm_ext.proposers.tree import DraftTree, Float32
 
 BOUNDS: Float32 = np.array(
@@ -39,7 +41,7 @@ BOUNDS: Float32 = np.array(
 MAX_DRAFTERS = 4  # 15 sets times 13 bins are 195 groups; a group is a byte
 # Prior: a bin's middle, for one drafter; every further one that agrees takes a third off the doubt.
 AGREEMENT = 2 / 3
-HeadOptions = EagleOptions | MedusaOptions  # of methods that ask heads
+HeadOptions = EagleOptions | MedusaOptions | CloverOptions  # of methods that ask heads
 
 
 class HybridOptions(MethodOptions):
@@ -191,10 +193,12 @@ class Hybrid(Proposer):
     def propose(self, requests: Sequence[Request]) -> list[DraftTree]:
         """The most probable nodes of all drafters' trees together."""
         none = [DraftTree.empty() for _ in requests]
-        proposals = [none if isinstance(each, Eagle) else each.propose(requests) for each in self.drafters]
+        proposals = [
+            none if isinstance(each, NodeHeads) else each.propose(requests) for each in self.drafters
+        ]
         # Its passes come last: it goes on below what the others say.
         for place, drafter in enumerate(self.drafters):
-            if isinstance(drafter, Eagle):
+            if isinstance(drafter, NodeHeads):
                 proposals[place] = self._beside(drafter, requests, list(zip(*proposals, strict=True)))
         fused = []
         for request, trees in zip(requests, zip(*proposals, strict=True), strict=True):
@@ -204,7 +208,7 @@ class Hybrid(Proposer):
         return fused
 
     def _beside(
-        self, drafter: Eagle, requests: Sequence[Request], proposals: Sequence[Sequence[DraftTree]]
+        self, drafter: NodeHeads, requests: Sequence[Request], proposals: Sequence[Sequence[DraftTree]]
     ) -> list[DraftTree]:
         """A head's trees, beside what the others say; none where they are so sure that it does not pay to ask."""
         others = {

@@ -26,6 +26,7 @@ METHODS: dict[str, str] = {
     "del": "vllm_ext.proposers.dynamic_exit:DynamicExit",
     "unified_skip": "vllm_ext.proposers.unified_skip:UnifiedSkip",
     "eagle_tree": "vllm_ext.proposers.eagle:Eagle",
+    "clover_tree": "vllm_ext.proposers.clover:Clover",
     "medusa_tree": "vllm_ext.proposers.medusa:Medusa",
     "ppd": "vllm_ext.proposers.ppd:Ppd",
     "spectr": "vllm_ext.proposers.spectr:SpecTr",

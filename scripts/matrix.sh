@@ -23,7 +23,7 @@ for method in $methods; do
             .venv/bin/vllm-ext datastore build --model "$model" --output "$store" docs README.md vllm_ext tests
             given="{\"method\": \"rest\", \"datastore\": \"$store\"}"
             ;;
-        eagle_tree | medusa_tree)
+        clover_tree | eagle_tree | medusa_tree)
             model=$(.venv/bin/python -c 'from vllm_ext.demo.embedded_model import ensure_model; print(ensure_model())' | tail -1)
             .venv/bin/vllm-ext train heads --model "$model" --kind "${method%_tree}" --own-prompts 64 --samples 1 --minutes 1 --output "$work/$method"
             given="{\"method\": \"$method\", \"model\": \"$work/$method\"}"

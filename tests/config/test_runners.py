@@ -128,12 +128,16 @@ def test_where_methods_draft_on_v2() -> None:
     with_model = {name for name in METHODS if issubclass(load_method(name), DraftModelProposer)}
     on_device = {name for name, place in places.items() if place == "device"}
     assert {name for name, place in places.items() if place is None} == {
+        "clover_tree",
         "del",
         "eagle_tree",
         "medusa_tree",
         "ppd",
     }
-    assert on_device == with_model - {"del", "eagle_tree", "medusa_tree"} | {"token_recycling", "hybrid"}
+    assert on_device == with_model - {"clover_tree", "del", "eagle_tree", "medusa_tree"} | {
+        "token_recycling",
+        "hybrid",
+    }
 
 
 def test_draft_models_have_their_slots_on_v2(model_dir: str, with_triton: None) -> None:

@@ -13,6 +13,7 @@ import torch
 pytest.importorskip("vllm")
 
 from vllm_ext.engine.draft_model.eagle import MOST_UNREAD, EaglePasses
+from vllm_ext.engine.models.node_states import NodeStates
 from vllm_ext.engine.tree_layout import starts
 from vllm_ext.proposers.tree import Int32
 
@@ -25,8 +26,8 @@ class Batch(EaglePasses):
     def __init__(self) -> None:
         self._group_id, self._block_size = 0, BLOCK
         self._known, self._right, self.blind = {}, np.zeros(64, bool), set()
-        self._growth, self._roots, self._unread, self._where = {}, {}, {}, {}
-        self._streams, self.passes, self._step = [], [], []
+        self._growth, self._roots, self._unread = {}, {}, {}
+        self._streams, self.passes, self._step = NodeStates(), [], []
         self._target_config: Any = SimpleNamespace(
             scheduler_config=SimpleNamespace(max_num_batched_tokens=10)
         )

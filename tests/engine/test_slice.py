@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny_clover
 import tiny_eagle
 import tiny_heads
 import tiny_prompts
@@ -40,7 +41,12 @@ def method(
     slice_dir: str, tested_method: dict[str, Any], tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, Any]:
     """The tested one; corpus and heads are the slice's, whose tokenizer has fewer tokens than the model's."""
-    kinds = {"eagle_tree": tiny_eagle, "medusa_tree": tiny_heads, "ppd": tiny_prompts}
+    kinds = {
+        "clover_tree": tiny_clover,
+        "eagle_tree": tiny_eagle,
+        "medusa_tree": tiny_heads,
+        "ppd": tiny_prompts,
+    }
     if kind := kinds.get(tested_method["method"]):
         return {**tested_method, "model": kind.random(tmp_path_factory.mktemp("heads"), Path(slice_dir))}
     if "datastore" not in tested_method:

@@ -310,20 +310,33 @@ def test_layers_are_vllms_own_unless_said() -> None:
     assert default_layers(30) == (2, 15, 27)
 
 
-def test_the_command_trains_and_goes_on(target: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kind", "options", "kept"),
+    [
+        (
+            "eagle",
+            ["--aux-layers", "1,2,6", "--num-passes", "2"],
+            {"eagle_aux_hidden_state_layer_ids": [1, 2, 6]},
+        ),
+        ("clover", ["--num-heads", "3"], {"num_heads": 3, "intermediate_size": 2 * WIDTH}),
+    ],
+)
+def test_the_command_trains_and_goes_on(
+    target: Path, tmp_path: Path, kind: str, options: list[str], kept: dict[str, Any]
+) -> None:
     (tmp_path / "answers").mkdir()
     kept_answers.write(kept_answers.shard_file(tmp_path / "answers", 0), answers(40))
     output = tmp_path / "head"
-    arguments = ["heads", "--kind", "eagle", "--model", str(target), "--answers", str(tmp_path / "answers")]
+    arguments = ["heads", "--kind", kind, "--model", str(target), "--answers", str(tmp_path / "answers")]
     arguments += ["--output", str(output), "--minutes", "0.05", "--vocabulary", "40", "--device", "cpu"]
-    arguments += ["--aux-layers", "1,2,6", "--num-passes", "2", "--batch-tokens", "128"]
+    arguments += [*options, "--batch-tokens", "128"]
     result = CliRunner().invoke(train_app, arguments)
     assert result.exit_code == 0, result.output
-    assert '"method": "eagle_tree"' in " ".join(result.output.split())
+    assert f'"method": "{kind}_tree"' in " ".join(result.output.split())
     assert "tokens a step with trees" in result.output
     first = load_file(output / "model.safetensors")
     config = json.loads((output / "config.json").read_text())
-    assert config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [1, 2, 6]
+    assert kept.items() <= config.items()
     assert CliRunner().invoke(train_app, arguments).exit_code == 0
     again = load_file(output / "model.safetensors")
     assert all(torch.equal(first[name], again[name]) for name in first)

@@ -15,20 +15,34 @@ from vllm.logger import init_logger
 from vllm_ext import __version__, patches
 from vllm_ext.config import processors, refusals, runners, schedulers, speculative
 from vllm_ext.config.speculative import Settings
-from vllm_ext.engine.models import eagle_head, layer_slices, medusa_heads, prompt_embeddings, second_model
+from vllm_ext.engine.models import (
+    clover_heads,
+    eagle_head,
+    layer_slices,
+    medusa_heads,
+    prompt_embeddings,
+    second_model,
+)
 from vllm_ext.engine.processors import v1_interface
 from vllm_ext.engine.state import state_file
 from vllm_ext.features import class_paths
 from vllm_ext.features.base import Asked, Feature, vocabulary
 from vllm_ext.proposers import level_budget
+from vllm_ext.proposers.clover import CloverOptions
 from vllm_ext.proposers.draft_model import DraftModelOptions, DraftModelProposer, PassOptions
 from vllm_ext.proposers.eagle import EagleOptions
 from vllm_ext.proposers.hybrid import heads_of
+from vllm_ext.proposers.medusa import MedusaOptions
 from vllm_ext.proposers.ppd import PpdOptions
 from vllm_ext.proposers.self_draft import SelfDraftOptions
 
 logger = init_logger("vllm.vllm_ext")
 
+CHECKS = {  # of heads, by their options
+    EagleOptions: eagle_head.check,
+    MedusaOptions: medusa_heads.check,
+    CloverOptions: clover_heads.check,
+}
 MANY_REQUESTS = 1 << 20  # where the engine has not been told how many
 
 
@@ -106,8 +120,7 @@ class Speculation(Feature):
         if isinstance(settings.options, DraftModelOptions):
             second_model.check(vllm_config, settings.options)
         if (heads := heads_of(settings.options)) is not None:
-            of_kind = eagle_head if isinstance(heads, EagleOptions) else medusa_heads
-            of_kind.check(vllm_config, heads.model)
+            CHECKS[type(heads)](vllm_config, heads.model)
         if isinstance(settings.options, PpdOptions):
             prompt_embeddings.check(vllm_config, settings.options.model, settings.options.num_prompt_tokens)
         if isinstance(settings.options, SelfDraftOptions):

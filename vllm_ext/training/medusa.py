@@ -12,7 +12,8 @@ weighs ``0.8**i``. Deviations: distributions instead of tokens, one language hea
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -46,11 +47,31 @@ class Texts:
     hidden: torch.Tensor  # bfloat16 [num_tokens, hidden_size], behind its last norm
     top_ids: torch.Tensor  # int64 [num_tokens, top_k] its alternatives for the next token, best first
     top_logp: torch.Tensor  # float32 [num_tokens, top_k]
+    tokens: torch.Tensor  # int64 [num_tokens] the next token itself
     left: torch.Tensor  # int64 [num_tokens] how many tokens of the same answer follow
     greedy: torch.Tensor  # bool [num_tokens] whether the answer is the target's first choice throughout
 
 
-class Heads(torch.nn.Module):
+class Guessing(torch.nn.Module, ABC):
+    """Heads in training; parameters that need no gradient stay as they are."""
+
+    num_heads: int  # the deepest guess that is learnt
+
+    @abstractmethod
+    def guesses(self, texts: Texts, rows: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """What is guessed behind tokens of texts, depth by depth.
+
+        Args:
+            texts: in which the answers' own tokens stand on the way.
+            rows: int64 ``[num_rows]`` of the texts.
+
+        Yields:
+            int64 ``[num_guesses]`` which of the texts' rows has what is guessed, and the logits ``[num_guesses,
+            rows of the language head]``. Of an answer's end there is nothing.
+        """
+
+
+class Heads(Guessing):
     """The heads in training, float32, by the names of vLLM's layout.
 
     Args:
@@ -62,6 +83,7 @@ class Heads(torch.nn.Module):
 
     def __init__(self, shape: MedusaShape, weight: torch.Tensor) -> None:
         super().__init__()
+        self.num_heads = shape.num_heads
         size = weight.shape[1]
         self.blocks = torch.nn.ModuleList()
         for _ in range(shape.num_heads):
@@ -73,6 +95,14 @@ class Heads(torch.nn.Module):
         for parameter in self.parameters():
             torch.nn.init.zeros_(parameter)
         self.lm_head = torch.nn.Parameter(weight.clone().float())
+
+    def guesses(self, texts: Texts, rows: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """See `Guessing`."""
+        device = self.lm_head.device
+        hidden = texts.hidden[rows].to(device).float()
+        for head in range(self.num_heads):
+            there = texts.left[rows] > head
+            yield rows[there] + head + 1, self.state(head, hidden[there.to(device)]) @ self.lm_head.T
 
     def state(self, head: int, hidden: torch.Tensor) -> torch.Tensor:
         """What the language head gets of ``[num_rows, hidden_size]``."""
@@ -94,7 +124,7 @@ def read(model: Any, answers: Sequence[Answer], most_tokens: int, report: Progre
     device = str(next(model.parameters()).device)
     kept, tokens = leading(answers, most_tokens)
     batches = Batches(kept, Recipe(batch_tokens=1024), device)
-    parts: list[list[torch.Tensor]] = [[] for _ in range(5)]
+    parts: list[list[torch.Tensor]] = [[] for _ in range(6)]
     done = 0
     for part in batches.parts:
         of_part = [kept[index] for index in part]
@@ -103,7 +133,12 @@ def read(model: Any, answers: Sequence[Answer], most_tokens: int, report: Progre
         counts = mask.sum(1)
         left = torch.cat([torch.arange(int(count) - 1, -1, -1) for count in counts])
         greedy = torch.tensor([answer.is_greedy for answer in of_part]).repeat_interleave(counts.cpu())
-        for to, found in zip(parts, (hidden, top_ids, top_logp, left, greedy), strict=True):
+        following = [
+            torch.from_numpy(answer.tokens[-int(count) :].astype(np.int64))
+            for answer, count in zip(of_part, counts, strict=True)
+        ]
+        read = hidden, top_ids, top_logp, torch.cat(following), left, greedy
+        for to, found in zip(parts, read, strict=True):
             to.append(found)
         done += len(top_ids)
         report("hidden states", done, tokens)
@@ -133,7 +168,7 @@ def loss_of(logits: torch.Tensor, places: torch.Tensor, top_logp: torch.Tensor) 
 
 
 def train(
-    heads: Heads,
+    heads: Guessing,
     texts: Texts,
     token_map: Int32,
     recipe: Recipe,
@@ -145,7 +180,7 @@ def train(
     """Train in place, from the folder's checkpoint where there is one.
 
     Args:
-        heads: of `Heads`.
+        heads: of any kind.
         texts: to learn from.
         token_map: of `frequent`.
         recipe: how; its ``batch_tokens`` are a step's.
@@ -157,29 +192,23 @@ def train(
     Returns:
         the loss curve, and by tokens learnt from what the heads were worth then.
     """
-    device = heads.lm_head.device
+    learning = [parameter for parameter in heads.parameters() if parameter.requires_grad]
+    device = learning[0].device
     places_of = torch.full((int(max(texts.top_ids.max(), token_map.max())) + 1,), -1)
     places_of[torch.from_numpy(token_map).long()] = torch.arange(len(token_map))
     places = places_of[texts.top_ids.cpu()]
-    optimizer = torch.optim.AdamW(
-        heads.parameters(), lr=recipe.learning_rate, betas=(0.9, 0.95), weight_decay=0.0
-    )
+    optimizer = torch.optim.AdamW(learning, lr=recipe.learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
     products = torch.autocast(device.type, torch.bfloat16, enabled=multiplies_bfloat16(device.type))
-    last = len(texts.hidden) - len(heads.blocks) - 1
+    last = len(texts.hidden) - heads.num_heads - 1
 
     def loss_at(step: int, share: float) -> torch.Tensor:
         draw = np.random.default_rng([recipe.seed, step])
         rows = torch.from_numpy(draw.integers(0, max(last, 1), size=min(recipe.batch_tokens, last)))
-        hidden = texts.hidden[rows].to(device).float()
         loss = torch.zeros((), device=device)
         with products:
-            for head in range(len(heads.blocks)):
-                # Of a text's end there is nothing to be learnt.
-                there = texts.left[rows] > head
-                target = rows[there] + head + 1
-                logits = (heads.state(head, hidden[there.to(device)]) @ heads.lm_head.T).float()
-                own = loss_of(logits, places[target].to(device), texts.top_logp[target].to(device))
-                loss = loss + DECAY**head * own
+            for depth, (target, logits) in enumerate(heads.guesses(texts, rows)):
+                own = loss_of(logits.float(), places[target].to(device), texts.top_logp[target].to(device))
+                loss = loss + DECAY**depth * own
         return loss
 
     curve, points = train_for(heads, optimizer, loss_at, recipe, folder, report, log, worth)

@@ -14,7 +14,9 @@ from vllm_ext.cli.train.common import check_layers, dtype_of, layers_of, numbers
 if TYPE_CHECKING:
     from vllm_ext.data.answers import Answer
     from vllm_ext.data.atomic_files import Progress
+    from vllm_ext.kernels.sparse import Int32
     from vllm_ext.training.figures.common import HeadFigures
+    from vllm_ext.training.medusa import Texts
 
 
 @dataclass(frozen=True)
@@ -65,8 +67,38 @@ def kind_of(name: str, options: dict[str, Any]) -> tuple[Kind, dict[str, Any]]:
     }
 
 
-def _medusa_shape(folder: Path, vocabulary: int, options: dict[str, Any]) -> dict[str, Any]:
+def _rows_shape(folder: Path, vocabulary: int, options: dict[str, Any]) -> dict[str, Any]:
     return {**options, "num_rows": vocabulary}
+
+
+@dataclass(frozen=True)
+class _LastStates:
+    """Answers by the target's last hidden states, and the tokens that heads are to say."""
+
+    learnt: Texts
+    test: Texts
+    token_map: Int32
+
+    @property
+    def numbers(self) -> tuple[int, bool]:
+        """Tokens to learn from, and whether there are greedy answers to test with."""
+        return len(self.learnt.hidden), bool(self.test.greedy.any())
+
+
+def _last_states(
+    model: Any,
+    num_rows: int,
+    learnt: Sequence[Answer],
+    held_out: Sequence[Answer],
+    tokens: int,
+    report: Progress,
+) -> _LastStates:
+    from vllm_ext.training import medusa
+
+    texts = medusa.read(model, learnt, tokens, report)
+    test = medusa.read(model, held_out, tokens, report)
+    vocab_size = model.config.get_text_config().vocab_size
+    return _LastStates(texts, test, medusa.frequent(texts.top_ids, texts.top_logp, vocab_size, num_rows))
 
 
 def _medusa(
@@ -81,19 +113,39 @@ def _medusa(
     from vllm_ext.training import medusa
     from vllm_ext.training.figures.medusa import figures
 
-    texts = medusa.read(model, learnt, tokens, report)
-    test = medusa.read(model, held_out, tokens, report)
+    read = _last_states(model, shape["num_rows"], learnt, held_out, tokens, report)
     vocab_size = model.config.get_text_config().vocab_size
-    token_map = medusa.frequent(texts.top_ids, texts.top_logp, vocab_size, shape["num_rows"])
-    weight = model.get_output_embeddings().weight.detach()[token_map].float()
+    weight = model.get_output_embeddings().weight.detach()[read.token_map].float()
     heads = medusa.Heads(medusa.MedusaShape(**shape), weight).to(weight.device)
     return Trainable(
         sum(parameter.numel() for parameter in heads.parameters()),
-        len(texts.hidden),
-        bool(test.greedy.any()),
-        partial(medusa.train, heads, texts, token_map),
-        partial(figures, heads, test, token_map),
-        partial(medusa.save, heads, token_map, vocab_size, dtype_of(folder)),
+        *read.numbers,
+        partial(medusa.train, heads, read.learnt, read.token_map),
+        partial(figures, heads, read.test, read.token_map),
+        partial(medusa.save, heads, read.token_map, vocab_size, dtype_of(folder)),
+    )
+
+
+def _clover(
+    model: Any,
+    shape: dict[str, Any],
+    folder: Path,
+    learnt: Sequence[Answer],
+    held_out: Sequence[Answer],
+    tokens: int,
+    report: Progress,
+) -> Trainable:
+    from vllm_ext.training import clover, medusa
+    from vllm_ext.training.figures.clover import figures
+
+    read = _last_states(model, shape["num_rows"], learnt, held_out, tokens, report)
+    heads = clover.begun(model, clover.Sizes(**shape), read.token_map, read.learnt)
+    return Trainable(
+        sum(parameter.numel() for parameter in heads.parameters()),
+        *read.numbers,
+        partial(medusa.train, heads, read.learnt, read.token_map),
+        partial(figures, heads, read.test),
+        partial(clover.save, heads, dtype_of(folder)),
     )
 
 
@@ -170,7 +222,7 @@ def _ppd(
 
 
 KINDS = {
-    "medusa": Kind("medusa_tree", {"num_heads": 4, "num_layers": 1}, 512, 1e-3, _medusa_shape, _medusa),
+    "medusa": Kind("medusa_tree", {"num_heads": 4, "num_layers": 1}, 512, 1e-3, _rows_shape, _medusa),
     "eagle": Kind(
         "eagle_tree",
         {"aux_layers": "", "num_passes": 4, "intermediate_size": 0},
@@ -179,5 +231,6 @@ KINDS = {
         _eagle_shape,
         _eagle,
     ),
+    "clover": Kind("clover_tree", {"num_heads": 5, "intermediate_size": 0}, 512, 2e-3, _rows_shape, _clover),
     "ppd": Kind("ppd", {"prompt_tokens": 3}, 192, 1e-2, _ppd_shape, _ppd),
 }

@@ -41,12 +41,17 @@ def heads_command(
         Path, typer.Option(help="Folder of the heads. Its `work` holds answers and checkpoint.")
     ],
     kind: Annotated[
-        str, typer.Option(help="medusa, eagle, or ppd: prompt tokens instead of heads.")
+        str, typer.Option(help="medusa, clover, eagle, or ppd: prompt tokens instead of heads.")
     ] = "medusa",
     prompts: Prompts = None,
     answers: Answers = None,
     num_heads: Annotated[
-        int | None, typer.Option(min=1, max=16, help="Of medusa: depths of the tree; 4.")
+        int | None,
+        typer.Option(
+            min=1,
+            max=16,
+            help="Of medusa: depths of the tree; 4. Of clover: depths that training unrolls to; 5.",
+        ),
     ] = None,
     num_layers: Annotated[int | None, typer.Option(min=1, max=8, help="Of medusa: of each head; 1.")] = None,
     aux_layers: Annotated[
@@ -60,7 +65,11 @@ def heads_command(
         int | None, typer.Option(min=1, max=16, help="Of eagle: depths that training unrolls to; 4.")
     ] = None,
     intermediate_size: Annotated[
-        int | None, typer.Option(min=1, help="Of eagle: width of the MLP; the target's, if not given.")
+        int | None,
+        typer.Option(
+            min=1,
+            help="Width of the MLP. Of eagle: the target's, if not given. Of clover: twice the target's hidden size.",
+        ),
     ] = None,
     prompt_tokens: Annotated[
         int | None, typer.Option(min=1, max=8, help="Of ppd: depths of the tree; 3.")

@@ -12,7 +12,7 @@ from vllm.distributed.parallel_state import get_tp_group
 
 from vllm_ext.engine.draft_model.eagle import EaglePasses
 from vllm_ext.engine.draft_model.early_exit import EarlyExit
-from vllm_ext.engine.draft_model.heads import HeadPasses
+from vllm_ext.engine.draft_model.heads import CloverPasses, MedusaPasses
 from vllm_ext.engine.draft_model.own_caches import OwnCaches
 from vllm_ext.engine.draft_model.passes import ModelPasses
 from vllm_ext.engine.draft_model.self_speculation import SkippedLayers
@@ -20,15 +20,17 @@ from vllm_ext.engine.draft_model.separate import SeparateModel
 from vllm_ext.engine.models import exit_heads
 from vllm_ext.engine.tree_layout import StepTrees
 from vllm_ext.proposers.base import Request, chains_where_asked
+from vllm_ext.proposers.clover import CloverOptions
 from vllm_ext.proposers.draft_budget import DraftBudget
 from vllm_ext.proposers.draft_model import DraftModelProposer
 from vllm_ext.proposers.dynamic_exit import DynamicExit
-from vllm_ext.proposers.eagle import Eagle, EagleOptions
+from vllm_ext.proposers.eagle import EagleOptions
 from vllm_ext.proposers.exit_budget import ExitBudget
 from vllm_ext.proposers.exit_choice import ExitChoice, loaded_layers
-from vllm_ext.proposers.hybrid import Hybrid
+from vllm_ext.proposers.hybrid import HeadOptions, Hybrid
 from vllm_ext.proposers.layerskip import LayerSkip
-from vllm_ext.proposers.medusa import Medusa, MedusaOptions
+from vllm_ext.proposers.medusa import Medusa
+from vllm_ext.proposers.node_heads import NodeHeads
 from vllm_ext.proposers.step_cost import StepCost
 from vllm_ext.proposers.tree import DraftTree, Int32
 from vllm_ext.proposers.unified_skip import UnifiedSkip, balanced
@@ -66,7 +68,7 @@ class ModelDrafts:
                 device = torch.device(vllm_config.device_config.device)
                 heads = exit_heads.load(options.heads, exits, vllm_config.model_config.dtype, device)
             self.passes = EarlyExit(vllm_config, exits, heads)
-        elif isinstance(proposer, Eagle | Medusa):
+        elif isinstance(proposer, NodeHeads | Medusa):
             self.passes = head_passes(vllm_config, options, count)
         elif isinstance(proposer, UnifiedSkip):
             self.passes = SkippedLayers(vllm_config, balanced(num_layers, options.speedup))
@@ -79,7 +81,7 @@ class ModelDrafts:
             else:
                 first_rows = 2 if isinstance(self.passes, OwnCaches) else 1
                 reuses = isinstance(self.passes, EarlyExit)
-                one_pass = isinstance(self.passes, HeadPasses)
+                one_pass = isinstance(self.passes, MedusaPasses)
                 self.budget = DraftBudget(options.num_speculative_tokens, first_rows, reuses, one_pass)
         self.seconds = 0.0  # of drafting, since they were last taken
         self._watch = 0  # steps until all exits are asked again
@@ -275,9 +277,7 @@ class FusedHeads:
         count: adds one to a counter.
     """
 
-    def __init__(
-        self, vllm_config: Any, options: EagleOptions | MedusaOptions, count: Callable[[str], None]
-    ) -> None:
+    def __init__(self, vllm_config: Any, options: HeadOptions, count: Callable[[str], None]) -> None:
         self._config = vllm_config
         self.passes = head_passes(vllm_config, options, count)
         self._first = self._each = (
@@ -297,7 +297,7 @@ class FusedHeads:
             hybrid: the proposer; another may have been put in its place since the last step.
             rate: tokens per second that steps are expected to put out; 0: not known.
         """
-        head = next(each for each in hybrid.drafters if isinstance(each, Eagle | Medusa))
+        head = next(each for each in hybrid.drafters if isinstance(each, NodeHeads | Medusa))
         _hand_over(self.passes, head)
         self._learn(head.passes, hybrid.head_seconds)
         hybrid.head_seconds = 0.0
@@ -331,16 +331,16 @@ class FusedHeads:
             self._each += PASS_RATE * (each - self._each) if self._each else each
 
 
-def head_passes(
-    vllm_config: Any, options: EagleOptions | MedusaOptions, count: Callable[[str], None]
-) -> HeadPasses | EaglePasses:
+def head_passes(vllm_config: Any, options: HeadOptions, count: Callable[[str], None]) -> ModelPasses:
     """Those of the heads that the options name."""
     if isinstance(options, EagleOptions):
         return EaglePasses(vllm_config, options, count)
-    return HeadPasses(vllm_config, options)
+    if isinstance(options, CloverOptions):
+        return CloverPasses(vllm_config, options)
+    return MedusaPasses(vllm_config, options)
 
 
 def _hand_over(passes: ModelPasses, proposer: DraftModelProposer) -> None:
     proposer.draft, proposer.blind = passes, passes.blind
-    if isinstance(passes, HeadPasses):
+    if isinstance(passes, MedusaPasses):
         proposer.deepest = passes.num_heads

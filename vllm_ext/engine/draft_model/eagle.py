@@ -26,6 +26,7 @@ from vllm_ext.engine.draft_model.own_caches import OwnCaches, packed
 from vllm_ext.engine.draft_model.passes import Growth, Pass
 from vllm_ext.engine.draft_model.separate import MAX_NEW_TOKENS
 from vllm_ext.engine.models.eagle_head import EagleHead
+from vllm_ext.engine.models.node_states import NodeStates
 from vllm_ext.engine.tree_layout import StepTrees
 from vllm_ext.proposers.draft_model import Rows
 from vllm_ext.proposers.eagle import EagleOptions
@@ -61,10 +62,7 @@ class EaglePasses(OwnCaches):
         self._num_tokens = self._vocab_size  # of the target's vocabulary
         self._unread: dict[str, _Unread] = {}
         self._step: list[tuple[int, int, Int32]] = []  # batch index, first place, rows of the step's query
-        self._streams: list[torch.Tensor] = []  # of this step's passes, what rows below take
-        self._where: dict[
-            str, list[int]
-        ] = {}  # by request, the row in them of its root and of each node asked for
+        self._streams = NodeStates()  # of this step's passes, what rows below take
         self._features: torch.Tensor | None = None  # of the pass to come
 
     @property
@@ -115,7 +113,6 @@ class EaglePasses(OwnCaches):
         self._growth.clear()
         self.passes.clear()
         self._roots.clear()
-        self._where.clear()
         self._streams.clear()
         self._take(num_tokens)
         parts: list[tuple[int, int, int]] = []
@@ -194,7 +191,7 @@ class EaglePasses(OwnCaches):
                 self._growth[name] = Growth(slot, last)
         if asked:
             wanted = self._to(np.array(asked))
-            self._keep(names, stream[wanted])
+            self._streams.keep(names, stream[wanted])
             for name, ids, log_q in zip(names, *self._distributions(normed[wanted]), strict=True):
                 self._roots[name] = ids, log_q
         reads = len(normed) > MAX_NEW_TOKENS * len(parts)
@@ -202,20 +199,13 @@ class EaglePasses(OwnCaches):
 
     def nodes(self, request_ids: Sequence[str], parents: Sequence[int], tokens: Sequence[int]) -> Rows:
         """See `DraftModel`: each takes what came out at its parent."""
-        rows = [self._where[name][parent + 1] for name, parent in zip(request_ids, parents, strict=True)]
-        self._features = torch.cat(self._streams)[self._to(np.array(rows, np.int64))]
+        self._features = self._streams.at(request_ids, parents)
         return super().nodes(request_ids, parents, tokens)
 
     def _grow(self, request_ids: Sequence[str], parents: Sequence[int], tokens: Sequence[int]) -> Any:
         normed, stream = super()._grow(request_ids, parents, tokens)
-        self._keep(request_ids, stream)
+        self._streams.keep(request_ids, stream)
         return normed
-
-    def _keep(self, request_ids: Sequence[str], stream: torch.Tensor) -> None:
-        first = sum(map(len, self._streams))
-        for row, name in enumerate(request_ids, first):
-            self._where.setdefault(name, []).append(row)
-        self._streams.append(stream)
 
     def _run(self, tokens: torch.Tensor, positions: torch.Tensor) -> Any:
         assert self._features is not None

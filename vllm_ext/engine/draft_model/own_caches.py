@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from vllm_ext.engine.draft_model.passes import DraftPasses
+from vllm_ext.engine.draft_model.passes import DraftPasses, stacked
 from vllm_ext.engine.tree_layout import offsets, starts
 from vllm_ext.proposers.draft_model import Rows
 from vllm_ext.proposers.tree import Int32
@@ -90,8 +90,7 @@ class OwnCaches(DraftPasses):
 
     def roots(self, request_ids: Sequence[str]) -> Rows:
         """See `DraftModel`."""
-        found = [self._roots[request_id] for request_id in request_ids]
-        return Rows(np.stack([ids for ids, _ in found]), np.stack([log_q for _, log_q in found]))
+        return stacked([self._roots[request_id] for request_id in request_ids])
 
     def _pass(
         self, slots: Any, start: Int32, end: Int32, inputs: Callable[[Any, Int32], Int32]

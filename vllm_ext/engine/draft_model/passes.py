@@ -49,6 +49,11 @@ class Pass(NamedTuple):
     reads: bool = False  # more tokens of a request than steps commit: a prompt's
 
 
+def stacked(found: Sequence[tuple[Any, Any]]) -> Rows:
+    """Rows of token ids and log-probabilities ``[support]`` each."""
+    return Rows(np.stack([ids for ids, _ in found]), np.stack([log_q for _, log_q in found]))
+
+
 class ModelPasses(ABC):
     """A draft model or heads, and their passes. See `vllm_ext.proposers.draft_model.DraftModel`."""
 

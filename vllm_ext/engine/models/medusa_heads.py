@@ -8,17 +8,13 @@ shortened language head are (``truncated_vocab_size``). The older keys of the pa
 
 from __future__ import annotations
 
-import json
 import re
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from vllm_ext.data import model_files
-from vllm_ext.kernels.top_k import MAX_K, top_k_ids
+from vllm_ext.engine.models.checkpoint import Checkpoint, likeliest, product
 
-FIELD = "speculative_config.model"
 WAY_OUT = "Name a folder that `vllm-ext train heads --kind medusa` has made for this model, or heads published for it."
 OLD_KEY = re.compile(r"(\d+)\.(\d+)\.(?:(linear)\.)?(weight|bias)")
 
@@ -34,28 +30,24 @@ class HeadShape(NamedTuple):
     shared: bool  # whether one language head serves all
 
 
-def read_shape(name: str) -> tuple[Path, HeadShape]:
+def read_shape(name: str) -> tuple[Checkpoint, HeadShape]:
     """The folder of heads and their shape.
 
     Raises:
         ValueError: there is no such folder, or its config is not Medusa's.
     """
-    try:
-        folder = model_files.snapshot(name)
-        config = json.loads((folder / "config.json").read_text())
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{FIELD}={name!r} cannot be read: {error}. {WAY_OUT}") from None
+    checkpoint = Checkpoint(name, WAY_OUT)
+    config = checkpoint.config
     num_heads = config.get("num_heads", config.get("medusa_num_heads"))
     if num_heads is None or not isinstance(config.get("hidden_size"), int):
-        raise ValueError(
-            f"{FIELD}={name!r} is no checkpoint of Medusa heads: its config.json has no num_heads or no hidden_size. "
-            f"{WAY_OUT}"
+        raise checkpoint.error(
+            " is no checkpoint of Medusa heads: its config.json has no num_heads or no hidden_size"
         )
     vocab_size = int(config.get("vocab_size", 32001))  # as in vLLM's MedusaConfig
     rows = int(config.get("truncated_vocab_size") or vocab_size)
     layers = int(config.get("num_hidden_layers", config.get("medusa_num_layers", 1)))
     shared = bool(config.get("original_lm_head", False))
-    return folder, HeadShape(int(num_heads), layers, config["hidden_size"], vocab_size, rows, shared)
+    return checkpoint, HeadShape(int(num_heads), layers, config["hidden_size"], vocab_size, rows, shared)
 
 
 def check(vllm_config: Any, name: str) -> HeadShape:
@@ -64,14 +56,8 @@ def check(vllm_config: Any, name: str) -> HeadShape:
     Raises:
         ValueError: naming what does not, and the way out.
     """
-    _, shape = read_shape(name)
-    model = vllm_config.model_config
-    for what, own, its in (
-        ("hidden_size", shape.hidden_size, model.get_hidden_size()),
-        ("vocab_size", shape.vocab_size, model.get_vocab_size()),
-    ):
-        if own != its:
-            raise ValueError(f"{FIELD}={name!r}: its {what} is {own}, that of {model.model} {its}. {WAY_OUT}")
+    checkpoint, shape = read_shape(name)
+    checkpoint.check_sizes(vllm_config, shape.hidden_size, shape.vocab_size)
     return shape
 
 
@@ -89,31 +75,29 @@ class MedusaHeads(torch.nn.Module):
 
     def __init__(self, name: str, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
-        folder, self.shape = read_shape(name)
+        checkpoint, self.shape = read_shape(name)
         shape = self.shape
-        stored = _tensors(folder, name)
+        stored = _renamed(checkpoint.tensors())
         self.token_map: torch.Tensor | None = None
         if shape.num_rows < shape.vocab_size:
-            self.token_map = _take(stored, "token_map", (shape.num_rows,), name).to(device).long()
+            self.token_map = checkpoint.take(stored, "token_map", (shape.num_rows,)).to(device).long()
         square = shape.hidden_size, shape.hidden_size
         self.blocks = torch.nn.ModuleList()
         for head in range(shape.num_heads):
             layers = torch.nn.ModuleList()
             for layer in range(shape.num_layers):
                 key = f"blocks.{head}.layers.{layer}"
-                weight = _take(stored, f"{key}.weight", square, name)
+                weight = checkpoint.take(stored, f"{key}.weight", square)
                 layers.append(_linear(weight, stored.get(f"{key}.bias"), dtype, device))
             self.blocks.append(layers)
         self.lm_heads = torch.nn.ModuleList()
         for head in range(1 if shape.shared else shape.num_heads):
             key = f"lm_heads.{head}.weight" if f"lm_heads.{head}.weight" in stored else "lm_head.weight"
-            weight = _take(stored, key, (None, shape.hidden_size), name)
+            weight = checkpoint.take(stored, key, (None, shape.hidden_size))
             if self.token_map is not None and len(weight) > shape.num_rows:
                 weight = weight[self.token_map.cpu()]
             if len(weight) != shape.num_rows:
-                raise ValueError(
-                    f"{FIELD}={name!r}: {key} has {len(weight)} rows, the config {shape.num_rows}. {WAY_OUT}"
-                )
+                raise checkpoint.error(f": {key} has {len(weight)} rows, the config {shape.num_rows}")
             self.lm_heads.append(_linear(weight, None, dtype, device))
 
     @property
@@ -127,12 +111,12 @@ class MedusaHeads(torch.nn.Module):
         for layers in self.blocks:
             state = hidden
             for layer in layers:  # type: ignore[attr-defined]  # a ModuleList in a ModuleList
-                state = state + torch.nn.functional.silu(_product(layer, state))
+                state = state + torch.nn.functional.silu(product(layer, state))
             states.append(state)
         if self.shape.shared:
-            logits = _product(self.lm_heads[0], torch.cat(states))
+            logits = product(self.lm_heads[0], torch.cat(states))
             return logits.view(len(states), len(hidden), -1)
-        return torch.stack([_product(head, state) for head, state in zip(self.lm_heads, states, strict=True)])
+        return torch.stack([product(head, state) for head, state in zip(self.lm_heads, states, strict=True)])
 
     def distributions(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Of each head the likeliest tokens.
@@ -144,21 +128,9 @@ class MedusaHeads(torch.nn.Module):
             int32 token ids, and float32 log-probabilities among the tokens the heads know, both
             ``[num_heads, num_rows, support]``, likeliest first.
         """
-        logits = self(hidden).flatten(0, 1)
-        ids = top_k_ids(logits, min(MAX_K, logits.shape[1]))
-        total = torch.logsumexp(logits.float(), 1, keepdim=True)
-        log_q = logits.gather(1, ids.long()).float() - total
-        if self.token_map is not None:
-            ids = self.token_map[ids.long()].to(torch.int32)
+        ids, log_q = likeliest(self(hidden).flatten(0, 1), self.token_map)
         shape = self.shape.num_heads, len(hidden), -1
         return ids.view(shape), log_q.view(shape)
-
-
-def _product(layer: Any, x: torch.Tensor) -> torch.Tensor:
-    """A layer's product, by the kernel for few rows where it was taken over (`cpu_linear.take_over`)."""
-    ours = getattr(layer, "cpu_linear", None)
-    result: torch.Tensor = layer(x) if ours is None else ours(x, layer.weight, layer.bias)
-    return result
 
 
 def _linear(weight: torch.Tensor, bias: Any, dtype: torch.dtype, device: torch.device) -> torch.nn.Linear:
@@ -169,30 +141,8 @@ def _linear(weight: torch.Tensor, bias: Any, dtype: torch.dtype, device: torch.d
     return layer
 
 
-def _take(stored: dict[str, torch.Tensor], key: str, shape: tuple[Any, ...], name: str) -> torch.Tensor:
-    found = stored.get(key)
-    if found is None:
-        raise ValueError(f"{FIELD}={name!r}: its weights have no {key}. {WAY_OUT}")
-    if found.dim() != len(shape) or any(
-        w is not None and w != f for w, f in zip(shape, found.shape, strict=True)
-    ):
-        wanted = " x ".join("any" if size is None else str(size) for size in shape)
-        raise ValueError(f"{FIELD}={name!r}: {key} is {list(found.shape)}, not {wanted}. {WAY_OUT}")
-    return found
-
-
-def _tensors(folder: Path, name: str) -> dict[str, torch.Tensor]:
-    """All weights of a folder by vLLM's keys."""
-    from safetensors.torch import load_file
-
-    stored: dict[str, torch.Tensor] = {}
-    for file in sorted(folder.glob("*.safetensors")):
-        stored |= load_file(file)
-    if not stored:
-        for file in sorted([*folder.glob("*.bin"), *folder.glob("*.pt")]):
-            stored |= torch.load(file, map_location="cpu", weights_only=True)
-    if not stored:
-        raise ValueError(f"{FIELD}={name!r}: {folder} has no weights (*.safetensors, *.bin, *.pt). {WAY_OUT}")
+def _renamed(stored: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """All weights by vLLM's keys."""
     return {_new_key(key.removeprefix("medusa_heads.")): value for key, value in stored.items()}
 
 

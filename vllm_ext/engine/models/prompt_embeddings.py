@@ -8,15 +8,12 @@ of the target's in the layer that reads it; heads that were tied to the table ke
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from vllm_ext.data import model_files
+from vllm_ext.engine.models.checkpoint import Checkpoint
 
-FIELD = "speculative_config.model"
 WAY_OUT = "Name a folder that `vllm-ext train heads --kind ppd` has made for this model."
 ARCHITECTURE = "PromptTokens"
 WEIGHT = "prompt_embeddings"
@@ -33,27 +30,15 @@ class PromptShape(NamedTuple):
     vocab_size: int
 
 
-def read_shape(name: str) -> tuple[Path, PromptShape]:
+def read_shape(name: str) -> tuple[Checkpoint, PromptShape]:
     """The folder of prompt tokens and their shape.
 
     Raises:
         ValueError: there is no such folder, or its config is not one of prompt tokens.
     """
-    try:
-        folder = model_files.snapshot(name)
-        config = json.loads((folder / "config.json").read_text())
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{FIELD}={name!r} cannot be read: {error}. {WAY_OUT}") from None
-    if ARCHITECTURE not in (config.get("architectures") or ()):
-        raise ValueError(
-            f"{FIELD}={name!r} is no checkpoint of prompt tokens: architectures={config.get('architectures')!r} in its "
-            f"config.json, not [{ARCHITECTURE!r}]. {WAY_OUT}"
-        )
-    numbers = [config.get(field) for field in PromptShape._fields]
-    for field, number in zip(PromptShape._fields, numbers, strict=True):
-        if not isinstance(number, int) or number < 1:
-            raise ValueError(f"{FIELD}={name!r}: its config.json has {field}={number!r}. {WAY_OUT}")
-    return folder, PromptShape(*numbers)
+    checkpoint = Checkpoint(name, WAY_OUT)
+    checkpoint.expect(ARCHITECTURE, "prompt tokens")
+    return checkpoint, PromptShape(*checkpoint.numbers(PromptShape._fields))
 
 
 def check(vllm_config: Any, name: str, num_prompt_tokens: int) -> None:
@@ -67,8 +52,7 @@ def check(vllm_config: Any, name: str, num_prompt_tokens: int) -> None:
     Raises:
         ValueError: naming what does not fit, and the way out.
     """
-    _, shape = read_shape(name)
-    model = vllm_config.model_config
+    checkpoint, shape = read_shape(name)
     ranks = vllm_config.parallel_config.tensor_parallel_size
     if ranks > 1:
         raise ValueError(
@@ -80,12 +64,7 @@ def check(vllm_config: Any, name: str, num_prompt_tokens: int) -> None:
             "enable_lora=True does not work with speculative method 'ppd': it must be off, as adapters have no rows "
             "for prompt tokens. Leave it out, or choose another method."
         )
-    for what, own, its in (
-        ("hidden_size", shape.hidden_size, model.get_hidden_size()),
-        ("vocab_size", shape.vocab_size, model.get_vocab_size()),
-    ):
-        if own != its:
-            raise ValueError(f"{FIELD}={name!r}: its {what} is {own}, that of {model.model} {its}. {WAY_OUT}")
+    checkpoint.check_sizes(vllm_config, shape.hidden_size, shape.vocab_size)
     if num_prompt_tokens > shape.num_prompt_tokens:
         raise ValueError(
             f"speculative_config.num_prompt_tokens={num_prompt_tokens} is not allowed: {name!r} has "
@@ -101,15 +80,13 @@ def load(name: str) -> torch.Tensor:
     """
     from safetensors.torch import load_file
 
-    folder, shape = read_shape(name)
-    stored = [load_file(file) for file in sorted(folder.glob("*.safetensors"))]
+    checkpoint, shape = read_shape(name)
+    stored = [load_file(file) for file in sorted(checkpoint.folder.glob("*.safetensors"))]
     found = next((tensors[WEIGHT] for tensors in stored if WEIGHT in tensors), None)
     wanted = shape.num_prompt_tokens, shape.hidden_size
     if found is None or tuple(found.shape) != wanted or not bool(torch.isfinite(found).all()):
         there = "missing" if found is None else f"{list(found.shape)}, or not finite"
-        raise ValueError(
-            f"{FIELD}={name!r}: {WEIGHT} is {there}; it must be finite {list(wanted)}. {WAY_OUT}"
-        )
+        raise checkpoint.error(f": {WEIGHT} is {there}; it must be finite {list(wanted)}")
     return found
 
 
@@ -139,11 +116,15 @@ def extend(model: Any, embeddings: torch.Tensor, vocab_size: int) -> None:
     layer.weight = _like(old, table)
 
 
-def _table_of(model: Any, vocab_size: int) -> Any:
-    """The only layer that looks tokens up.
+def only_table(model: Any, method: str) -> tuple[str, Any]:
+    """The only layer of a model that looks tokens up, and its name; of one with adapters, what it adapts.
+
+    Args:
+        model: vLLM's, loaded.
+        method: that needs it.
 
     Raises:
-        ValueError: there is none that fits, or several.
+        ValueError: there is none of vLLM's own kind, or several.
     """
     from vllm.model_executor.layers import vocab_parallel_embedding as layers
 
@@ -152,20 +133,35 @@ def _table_of(model: Any, vocab_size: int) -> Any:
         for name, layer in model.named_modules()
         if isinstance(layer, layers.VocabParallelEmbedding) and not isinstance(layer, layers.ParallelLMHead)
     }
-    why = None
     if len(found) != 1:
         names = ", ".join(found) or "none of vLLM's own kind"
-        why = f"it has {len(found)} tables of embeddings ({names}), not one"
-    else:
-        ((name, layer),) = found.items()
-        if not isinstance(layer.quant_method, layers.UnquantizedEmbeddingMethod):
-            why = f"{name} is quantised ({type(layer.quant_method).__name__})"
-        elif layer.tp_size != 1 or layer.org_vocab_size != vocab_size or layer.num_embeddings != vocab_size:
-            why = f"{name} has {layer.num_embeddings} rows on {layer.tp_size} ranks, not {vocab_size} on one"
-        else:
-            return layer
-    raise ValueError(
-        f"speculative method 'ppd' does not work with {type(model).__name__}: {why}. Choose another method."
+        raise _unfit(model, method, f"it has {len(found)} tables of embeddings ({names}), not one")
+    return next(iter(found.items()))
+
+
+def _table_of(model: Any, vocab_size: int) -> Any:
+    """The only table, if it can be longer.
+
+    Raises:
+        ValueError: there is none, several, or one that is quantised or not whole.
+    """
+    from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+
+    name, layer = only_table(model, "ppd")
+    if not isinstance(layer.quant_method, UnquantizedEmbeddingMethod):
+        raise _unfit(model, "ppd", f"{name} is quantised ({type(layer.quant_method).__name__})")
+    if layer.tp_size != 1 or layer.org_vocab_size != vocab_size or layer.num_embeddings != vocab_size:
+        raise _unfit(
+            model,
+            "ppd",
+            f"{name} has {layer.num_embeddings} rows on {layer.tp_size} ranks, not {vocab_size} on one",
+        )
+    return layer
+
+
+def _unfit(model: Any, method: str, why: str) -> ValueError:
+    return ValueError(
+        f"speculative method {method!r} does not work with {type(model).__name__}: {why}. Choose another method."
     )
 
 

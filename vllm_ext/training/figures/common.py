@@ -9,10 +9,12 @@ from typing import NamedTuple
 import numpy as np
 
 from vllm_ext.kernels.sparse import Float64, Int32
+from vllm_ext.proposers.base import Sampling
 from vllm_ext.proposers.tree import DraftTree
 
 RANKS = 32
 MOST_TOKENS = 4000  # of answers that figures come from, about
+GREEDY = Sampling(temperature=0.0, top_p=1.0, top_k=0, min_p=0.0, seed=None)
 
 
 class HeadFigures(NamedTuple):

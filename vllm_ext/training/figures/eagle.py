@@ -10,7 +10,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from vllm_ext.kernels.sparse import Float64
-from vllm_ext.proposers.base import Request, Sampling
+from vllm_ext.proposers.base import Request
 from vllm_ext.proposers.draft_model import Rows
 from vllm_ext.proposers.eagle import Eagle, EagleOptions
 from vllm_ext.proposers.sampled import ASKED_PER_NODE, ROOT
@@ -19,10 +19,9 @@ from vllm_ext.training.draft_model import multiplies_bfloat16
 from vllm_ext.training.eagle import Head
 from vllm_ext.training.eagle_texts import EagleTexts, batch_of
 from vllm_ext.training.eagle_training import unrolled
-from vllm_ext.training.figures.common import MOST_TOKENS, RANKS, HeadFigures, tokens_per_step
+from vllm_ext.training.figures.common import GREEDY, MOST_TOKENS, RANKS, HeadFigures, tokens_per_step
 
 MAX_DEPTH = 8  # of trees, the methods' default
-GREEDY = Sampling(temperature=0.0, top_p=1.0, top_k=0, min_p=0.0, seed=None)
 DEPTHS = 6  # that it is told of how often the head is right
 
 

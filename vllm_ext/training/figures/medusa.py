@@ -28,14 +28,8 @@ def figures(
         sizes: nodes of trees.
         most: tokens of answers, about.
     """
-    num_heads = len(heads.blocks)
-    ends = torch.nonzero(texts.left == 0)[:, 0].tolist()
-    spans, start, tokens = [], 0, 0
-    for end in ends:
-        if bool(texts.greedy[start]) and end - start > num_heads and tokens < most:
-            spans.append((start, end))
-            tokens += end - start
-        start = end + 1
+    num_heads = heads.num_heads
+    spans = greedy_spans(texts, num_heads, most)
     if not spans:
         return HeadFigures(np.zeros((num_heads, RANKS)), {}, 0)
     hits = np.zeros((num_heads, RANKS))
@@ -63,3 +57,20 @@ def figures(
         ]
 
     return HeadFigures(hits / trials, tokens_per_step(came, grow, sizes, num_heads), trials)
+
+
+def greedy_spans(texts: Texts, depth: int, most: int) -> list[tuple[int, int]]:
+    """The first and the last rows of greedy answers.
+
+    Args:
+        texts: held out.
+        depth: of trees; an answer has more rows than this.
+        most: rows of all answers, about.
+    """
+    spans, start, tokens = [], 0, 0
+    for end in torch.nonzero(texts.left == 0)[:, 0].tolist():
+        if bool(texts.greedy[start]) and end - start > depth and tokens < most:
+            spans.append((start, end))
+            tokens += end - start
+        start = end + 1
+    return spans

@@ -317,7 +317,7 @@ def v2_given(
         digits.write_text("".join(random.Random(1).choices("123", k=5000)))  # each is a token
         build([Path("docs"), digits], store, v2_dir, "text", False, lambda *_: None, include=["*.md"])
         method["datastore"] = str(store)
-    elif method["method"] in ("eagle_tree", "medusa_tree"):
+    elif method["method"] in ("eagle_tree", "clover_tree", "medusa_tree"):
         from engine_heads import options_of
 
         method |= options_of(method["method"], v2_dir, tmp_path_factory.mktemp("heads"))

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import tiny_clover
 import tiny_eagle
 import tiny_heads
 import torch
@@ -25,6 +26,8 @@ def options_of(method: str, target: str, folder: Path) -> dict[str, Any]:
     match method:
         case "eagle_tree":
             options["model"] = tiny_eagle.random(folder / "head", Path(target))
+        case "clover_tree":
+            options["model"] = tiny_clover.random(folder / "heads", Path(target))
         case "medusa_tree":
             options["model"] = tiny_heads.random(folder / "heads", Path(target))
     return options

@@ -31,6 +31,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "spectr": {"model": "self", "self_layers": 2, "drafts": 2},
     "layerskip": {"exit_layer": 1, "width": 2, "least_sure": 0.05},
     "eagle_tree": {},
+    "clover_tree": {},
     "medusa_tree": {},
 }
 

@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny_clover
 import tiny_eagle
 import tiny_heads
 import torch
 from conftest import v2_engine
-from engine_heads import assert_cycle
+from engine_heads import assert_cycle, options_of
 from helpers import assert_same_outputs
 from v2_requests import counters, generate, prompts, sampling, tokens
 
@@ -60,6 +61,8 @@ def random_eagle(v2_dir: str, v2_plain: Any, tmp_path_factory: pytest.TempPathFa
         ("late", 1),
         ("first", 4),
         pytest.param("medusa", 4, marks=pytest.mark.quick),
+        ("clover", 4),
+        ("clover hidden", 1),
         ("second", 1),
         ("second medusa", 1),
     ],
@@ -76,6 +79,10 @@ def test_a_head_that_knows_everything(
     match kind:
         case "medusa":
             given = method(tiny_heads.knowing(head, target, after), "medusa_tree", depth)
+        case "clover" | "clover hidden":
+            by = "token" if kind == "clover" else "hidden"
+            model = tiny_clover.knowing(head, target, after, by)
+            given = method(model, "clover_tree", depth)
         case "second":
             model = tiny_eagle.knowing(head, target, after, "feature", naming=tiny_heads.second_choice)
             given = method(model, nodes=2) | {"max_depth": 1}
@@ -113,8 +120,9 @@ def test_greedy_and_seeded_requests(v2_plain: Any, random_eagle: tuple[Path, Any
     assert totals["fallbacks:proposer_error"] == totals["fallbacks:model_chain"] == 0
 
 
-def test_medusa_beside_others(v2_dir: str, v2_plain: Any, tmp_path: Path) -> None:
-    llm = v2_engine(v2_dir, method(tiny_heads.random(tmp_path / "heads", Path(v2_dir)), "medusa_tree"))
+@pytest.mark.parametrize("kind", ["clover_tree", "medusa_tree"])
+def test_heads_on_the_last_rows(v2_dir: str, v2_plain: Any, tmp_path: Path, kind: str) -> None:
+    llm = v2_engine(v2_dir, {**options_of(kind, v2_dir, tmp_path), "num_speculative_tokens": NODES})
     assert llm.llm_engine.vllm_config.use_v2_model_runner
     texts = prompts(5)
     assert_same_outputs(tokens(generate(v2_plain, texts, KINDS)), tokens(generate(llm, texts, KINDS)))

@@ -181,6 +181,7 @@ def test_no_step_asks_for_a_value(v2_trees: Any, trapped: None) -> None:
         "layerskip",
         "unified_skip",
         "eagle_tree",
+        "clover_tree",
         "medusa_tree",
     ],
 )
@@ -199,7 +200,7 @@ def test_no_step_of_a_model_that_drafts_does(
     passes = v2_model.llm_engine.model_executor.driver_worker.worker.model_runner.speculator.passes
     # vLLM's, with kernels for CPUs.
     models = [(passes, "_run"), (passes, "_logits")]
-    if not passes.follows and method != "medusa_tree":
+    if not passes.follows and method not in ("clover_tree", "medusa_tree"):
         model = passes.model if passes.reads else passes._target
         models = [(model, "forward"), (model, "compute_logits")]
         models += [] if passes.reads else [(passes, "_slice")]

@@ -14,9 +14,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from vllm_ext.config import processors, schedulers
-from vllm_ext.proposers.draft_model import DraftModelOptions, DraftModelProposer, PassOptions
+from vllm_ext.proposers.draft_model import DraftModelOptions, DraftModelProposer
 from vllm_ext.proposers.hybrid import HybridOptions, make_options
-from vllm_ext.proposers.medusa import MedusaOptions
 from vllm_ext.proposers.sampled import MOST_NODES_ON_DEVICE
 
 if TYPE_CHECKING:
@@ -81,7 +80,7 @@ def choose(args: Any, settings: Settings, ruled: RuleSettings | None, *, encoded
             f"method {settings.method!r} {settings.proposer_class.why_v1}",
         ),
         *_of_drafters(settings.options),
-        *_of_passes(settings.options),
+        *_of_passes(settings),
         (bool(need_v1), f"sampling rules {need_v1} go with it"),
         (encoded_kv, "the KV cache is encoded"),
         *((True, reason) for reason in _of_the_users_classes(args)),
@@ -102,11 +101,12 @@ def _of_drafters(options: Any) -> Iterator[tuple[bool, str]]:
             yield passes, "a drafter needs passes of heads, which V2 has of methods without others"
 
 
-def _of_passes(options: Any) -> Iterator[tuple[bool, str]]:
+def _of_passes(settings: Settings) -> Iterator[tuple[bool, str]]:
     """What models that draft cannot do on V2, as in `choose`."""
+    options = settings.options
     if isinstance(options, DraftModelOptions):
         yield options.export_dir is not None, "export_dir is set: drafts on the device do not see answers"
-    if isinstance(options, PassOptions | MedusaOptions):
+    if issubclass(settings.proposer_class, DraftModelProposer):
         nodes = options.num_speculative_tokens
         yield (
             nodes > MOST_NODES_ON_DEVICE,

@@ -147,6 +147,7 @@ def load(name: str, dtype: torch.dtype, device: torch.device) -> CloverHeads:
         heads = CloverHeads(shape)
     stored = checkpoint.tensors()
     taken = {key: checkpoint.take(stored, key, value.shape) for key, value in heads.state_dict().items()}
+    taken["token_map"] = taken["token_map"].long()
     if not 0 <= int(taken["token_map"].min()) <= int(taken["token_map"].max()) < shape.vocab_size:
         raise checkpoint.error(f": token_map has ids that are not below vocab_size={shape.vocab_size}")
     heads.load_state_dict(taken, assign=True)

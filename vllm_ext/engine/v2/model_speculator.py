@@ -16,7 +16,7 @@ from vllm.config.compilation import CUDAGraphMode
 
 from vllm_ext.engine.draft_model.device.eagle import EagleOnDevice
 from vllm_ext.engine.draft_model.device.graphs import DraftGraphs
-from vllm_ext.engine.draft_model.device.heads import HeadsOnDevice
+from vllm_ext.engine.draft_model.device.heads import CloverOnDevice, MedusaOnDevice
 from vllm_ext.engine.draft_model.device.passes import Committed, DevicePasses
 from vllm_ext.engine.draft_model.device.separate import SeparateOnDevice
 from vllm_ext.engine.draft_model.device.slice import SliceOnDevice
@@ -24,6 +24,7 @@ from vllm_ext.engine.draft_model.device.step import DraftStep, Kind
 from vllm_ext.engine.models import exit_heads
 from vllm_ext.engine.v2.speculator import StepRows, TreeSpeculator
 from vllm_ext.kernels import backends
+from vllm_ext.proposers.clover import CloverOptions
 from vllm_ext.proposers.draft_model import DraftModelOptions, DraftModelProposer
 from vllm_ext.proposers.eagle import EagleOptions
 from vllm_ext.proposers.layerskip import LayerSkip
@@ -183,7 +184,9 @@ def _passes(vllm_config: Any, proposer: DraftModelProposer, req_states: Any) -> 
     if isinstance(options, EagleOptions):
         return EagleOnDevice(vllm_config, options, req_states, backends.V2)
     if isinstance(options, MedusaOptions):
-        return HeadsOnDevice(vllm_config, options, req_states, backends.V2)
+        return MedusaOnDevice(vllm_config, options, req_states, backends.V2)
+    if isinstance(options, CloverOptions):
+        return CloverOnDevice(vllm_config, options, req_states, backends.V2)
     if isinstance(options, DraftModelOptions):
         return SeparateOnDevice(vllm_config, options, req_states, backends.V2)
     num_layers = vllm_config.model_config.get_total_num_hidden_layers()

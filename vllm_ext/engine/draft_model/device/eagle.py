@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from vllm_ext.engine.draft_model.device.graphs import MOST_REQUESTS
+from vllm_ext.engine.draft_model.device.node_rows import NodeRows
 from vllm_ext.engine.draft_model.device.passes import Committed, Likeliest, Room, Texts
 from vllm_ext.engine.draft_model.device.reading import ReadingPasses
 from vllm_ext.engine.models.eagle_head import EagleHead
@@ -51,11 +52,8 @@ class EagleOnDevice(ReadingPasses):
         # target], and int32 [requests] how many rows are new.
         self._new: list[torch.Tensor] = []
         self._num_new = torch.empty(0)
-        self._roots = torch.empty(0)  # [requests, size] what rows below the last tokens take
+        self._rows: NodeRows  # what rows below take
         self._features = torch.empty(0)  # [rows, size] of the pass that comes
-        self._streams: list[
-            torch.Tensor
-        ] = []  # [requests, width, size] what came out, by depth from the root's on
 
     def load(self, target: Any) -> None:
         """See `DevicePasses`."""
@@ -70,7 +68,7 @@ class EagleOnDevice(ReadingPasses):
 
         of_target = self._target_config.model_config.get_hidden_size()
         self._new = [zeros(short * self._width, of_target) for _ in range(max(len(head.layers), 1))]
-        self._roots = zeros(self._most, head.hidden_size)
+        self._rows = NodeRows(zeros(self._most, head.hidden_size))
         self._num_new = torch.zeros(short, dtype=torch.int32, device=self._device)
 
     def is_short(self, input_batch: Any, most_new: int, behind: Any) -> bool:
@@ -129,29 +127,27 @@ class EagleOnDevice(ReadingPasses):
         self._features = self._head.features(torch.cat([hidden[row] for hidden in self._sources], 1))
 
     def _found(self, number: int, hidden: torch.Tensor) -> Likeliest:
-        self._roots[:number] = hidden[:, self._head.hidden_size :]
+        self._rows.roots[:number] = hidden[:, self._head.hidden_size :]
         return self._likeliest(hidden)
 
     def room(self, texts: Texts, widths: Sequence[int]) -> Room:
         """See `DevicePasses`. A tree begins."""
-        self._streams = [self._roots[: texts.number, None]]
+        self._rows.begin(texts.number)
         return super().room(texts._replace(lengths=texts.lengths - 1), widths)
 
     def nodes(
         self, texts: Texts, room: Room, tokens: torch.Tensor, parents: torch.Tensor, past: int
     ) -> Likeliest:
         """See `DevicePasses`."""
-        size = self._head.hidden_size
-        above = (parents[:, past:] + 1).long()[..., None].expand(-1, -1, size)
-        self._features = torch.cat(self._streams, 1).gather(1, above).flatten(0, 1)
+        self._features = self._rows.above(parents, past)
         before = texts._replace(lengths=texts.lengths - 1)
         hidden = self._below(before, room, tokens, parents, past)
-        self._streams.append(hidden[:, size:].view(*tokens.shape, size))
+        self._rows.add(hidden[:, self._head.hidden_size :], texts.number)
         return self._likeliest(hidden)
 
     def dummy(self, num_tokens: int) -> None:
         """See `DevicePasses`."""
-        self._features = self._roots.new_zeros((num_tokens, self._head.hidden_size))
+        self._features = self._rows.roots.new_zeros((num_tokens, self._head.hidden_size))
         super().dummy(num_tokens)
 
     def _run(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""EAGLE-3 heads for tests: of random weights; and for a target whose tokens have one successor each, that know it."""
+"""EAGLE-3 heads for tests: of random weights; and for a target whose tokens have one successor each, that know it.
+
+Relatives of EAGLE-3 too, which are these with something more.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +47,10 @@ def write(
     return str(folder)
 
 
-def random(folder: Path, target: Path, num_rows: int | None = None) -> str:
+FSPAD = "FspadLlamaForCausalLMEagle3"
+
+
+def random(folder: Path, target: Path, num_rows: int | None = None, architecture: str | None = None) -> str:
     """A head that turns the target's last hidden state at random, on its own language head or some rows of it."""
     from safetensors.torch import load_file
 
@@ -83,7 +89,18 @@ def random(folder: Path, target: Path, num_rows: int | None = None) -> str:
         tensors["lm_head.weight"] = head[chosen]
         tensors["d2t"] = chosen - torch.arange(num_rows)
     last = config["num_hidden_layers"]
-    return write(folder, target, tensors, [0, last])
+    if architecture == FSPAD:
+        tensors |= {
+            "midlayer.mlp.down_proj.weight": weight(2 * width, inner),
+            "sampling.fc.weight": weight(width, 2 * width)
+            + torch.eye(width, 2 * width, dtype=head.dtype).roll(width, 1),
+            "sampling.norm.weight": torch.ones(width, dtype=head.dtype),
+            "sampling.gate.weight": weight(inner, width),
+            "sampling.up.weight": weight(inner, width),
+            "sampling.down.weight": weight(width, inner),
+        }
+    named = {} if architecture is None else {"architectures": [architecture]}
+    return write(folder, target, tensors, [0, last], **named)
 
 
 def knowing(folder: Path, target: Path, after: torch.Tensor, by: str = "token", late: int = 0) -> str:
@@ -94,7 +111,8 @@ def knowing(folder: Path, target: Path, after: torch.Tensor, by: str = "token", 
         target: of `tiny_heads.successors`.
         after: its successors.
         by: 'token': by its tokens, at all depths, as each row attends to its own token alone; 'feature': by what it
-            takes of the target, which it gets below the last token only.
+            takes of the target, which it gets below the last token only; 'sampling': by tokens again, and these only
+            by FSPAD's feature sampling.
         late: how many tokens.
     """
     from safetensors.torch import load_file
@@ -113,7 +131,7 @@ def knowing(folder: Path, target: Path, after: torch.Tensor, by: str = "token", 
         "midlayer.mlp.gate_proj.weight": torch.zeros(64, WIDTH),
         "midlayer.mlp.up_proj.weight": torch.zeros(64, WIDTH),
         "midlayer.mlp.down_proj.weight": torch.zeros(WIDTH, 64),
-        "lm_head.weight": head_of(embeddings, after, (1 if by_token else 2) + late),
+        "lm_head.weight": head_of(embeddings, after, (2 if by == "feature" else 1) + late),
         **{
             f"{norm}.weight": torch.ones(WIDTH)
             for norm in (
@@ -125,7 +143,18 @@ def knowing(folder: Path, target: Path, after: torch.Tensor, by: str = "token", 
     if by_token:  # else the parent's output would be added to the token's own
         tensors["midlayer.hidden_norm.weight"] = torch.zeros(WIDTH)
     assert len(embeddings) == VOCAB
-    shape = {"num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": WIDTH}
+    shape: dict[str, Any] = {"num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": WIDTH}
+    if by == "sampling":
+        shape["architectures"] = [FSPAD]
+        tensors |= {
+            "fc.weight": none,
+            "midlayer.mlp.down_proj.weight": torch.zeros(2 * WIDTH, 64),
+            "sampling.fc.weight": torch.cat([one, none], 1),
+            "sampling.norm.weight": torch.ones(WIDTH),
+            "sampling.gate.weight": torch.zeros(64, WIDTH),
+            "sampling.up.weight": torch.zeros(64, WIDTH),
+            "sampling.down.weight": torch.zeros(WIDTH, 64),
+        }
     return write(folder, target, tensors, [1], norm_before_residual=by_token, **shape)
 
 

@@ -32,7 +32,7 @@ ALONE = 0.15  # of the time, in which the first pass learns alone: later ones bu
 
 
 def unrolled(head: Head, texts: EagleTexts, batch: Batch, num_passes: int) -> Iterator[torch.Tensor]:
-    """Of each pass what it puts out ``[num_queries, hidden_size]``.
+    """Of each pass what it puts out ``[num_queries, size]``: see `Head.output`.
 
     Of pass ``k`` the first ``k`` queries of an answer mean nothing.
     """
@@ -42,7 +42,7 @@ def unrolled(head: Head, texts: EagleTexts, batch: Batch, num_passes: int) -> It
     turns = head.turns(texts.positions[rows].to(device))
     own_turns = turns[0][queries], turns[1][queries]
     tokens = texts.tokens[rows].to(device)
-    features = head.features(texts.aux[rows].to(device))
+    features = head.modulated(tokens, head.features(texts.aux[rows].to(device)))
     inputs = head.inputs(tokens, features)
     tokens, features = tokens[queries], features[queries]
     num_answers = len(batch.first)
@@ -78,7 +78,7 @@ def unrolled(head: Head, texts: EagleTexts, batch: Batch, num_passes: int) -> It
         flat = attended.transpose(1, 2).flatten(2).flatten(0, 1)[query_places]
         output = head.output(features, flat)
         yield output
-        features = output.roll(1, 0)
+        features = head.modulated(tokens, head.handed_on(output).roll(1, 0))
 
 
 def train(
@@ -129,11 +129,15 @@ def train(
         passes = 1 if share < ALONE else num_passes
         places, top_logp = places_of[texts.top_ids[batch.labels]], texts.top_logp[batch.labels]
         loss = torch.zeros((), device=device)
+        goal = head.goal(texts, batch)
         with products:
             for number, output in enumerate(unrolled(head, texts, batch, passes)):
                 there = torch.nonzero(depths >= number)[:, 0]
                 logits = head.logits(output[there.to(device)])
                 own = loss_of(logits, places[there].to(device), top_logp[there].to(device))
+                if goal is not None:
+                    at = there[goal.known[there]].to(device)
+                    own = own + head.misaligned(output[at], goal.features[at])
                 loss = loss + DECAY**number * own
         return loss
 

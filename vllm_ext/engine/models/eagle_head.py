@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""EAGLE and EAGLE-3 heads by vLLM's own classes: whatever its methods ``eagle`` and ``eagle3`` load, loads here."""
+"""EAGLE and EAGLE-3 heads by vLLM's own classes: whatever its methods ``eagle`` and ``eagle3`` load, loads here.
+
+Relatives of EAGLE-3 have classes of ours, which vLLM without us does not know.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ import torch
 from pydantic import ValidationError
 from vllm.config import SpeculativeConfig, set_current_vllm_config
 from vllm.logger import init_logger
+from vllm.model_executor.models import ModelRegistry
 
 from vllm_ext.data import model_files
 from vllm_ext.engine.models.second_model import weight_bytes
@@ -19,6 +23,8 @@ logger = init_logger("vllm.vllm_ext")
 
 FIELD = "speculative_config.model"
 WAY_OUT = "Name a folder that `vllm-ext train heads --kind eagle` has made for this model, or a head published for it."
+# Relatives, by the architecture that their config.json names.
+RELATIVES = {"FspadLlamaForCausalLMEagle3": "vllm_ext.engine.models.fspad:FspadEagle3"}
 HINTS = ("draft_vocab_size", "eagle_config", "eagle_aux_hidden_state_layer_ids")  # of a config of EAGLE-3
 
 
@@ -33,6 +39,8 @@ def vllms_config(vllm_config: Any, name: str) -> Any:
         folder = model_files.snapshot(name)
         config = json.loads((folder / "config.json").read_text())
         architectures = config.get("architectures") or []
+        for each in RELATIVES.keys() & architectures:
+            ModelRegistry.register_model(each, RELATIVES[each])
         third = any("Eagle3" in each for each in architectures) or any(hint in config for hint in HINTS)
         speculation = SpeculativeConfig(
             method="eagle3" if third else "eagle",

@@ -47,9 +47,8 @@ class Grown:
             return whole.view(count, length, *flat.shape[1:])
 
         positions = texts.positions[batch.rows].to(device)
-        inputs = head.inputs(
-            texts.tokens[batch.rows].to(device), head.features(texts.aux[batch.rows].to(device))
-        )
+        tokens = texts.tokens[batch.rows].to(device)
+        inputs = head.inputs(tokens, head.modulated(tokens, head.features(texts.aux[batch.rows].to(device))))
         keys, values = head.keys_values(inputs, head.turns(positions))
         self._keys, self._values = (
             padded(each, batch.row_places, batch.row_length) for each in (keys, values)
@@ -89,11 +88,13 @@ class Grown:
         self._path[texts, node] = self._path[texts, parent.clamp(min=0)] & ~of_root[:, None]
         self._path[texts, node, node] = True
         at = self.places[texts]
-        features = torch.where(
+        above = torch.where(
             of_root[:, None], self._output[texts, at], self._node_output[texts, parent.clamp(min=0)]
         )
+        came = torch.tensor(tokens, device=device)
+        features = head.modulated(came, head.handed_on(above))
         turns = head.turns(self._positions[texts, at] + self._path[texts, node].sum(1))
-        inputs = head.inputs(torch.tensor(tokens, device=device), features)
+        inputs = head.inputs(came, features)
         self._node_keys[texts, node], self._node_values[texts, node] = head.keys_values(inputs, turns)
         # As many rows of each text as of the one that has most: padding, to read a text's keys once.
         few = sorted(set(numbers))

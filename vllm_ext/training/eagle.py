@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 import torch
-from torch.nn.functional import dropout, rms_norm, silu
+from torch.nn.functional import dropout, rms_norm, silu, smooth_l1_loss
 
 from vllm_ext.kernels.sparse import Int32
 from vllm_ext.training.eagle_texts import Batch, EagleTexts
@@ -124,6 +124,11 @@ class Head(torch.nn.Module):
     """
 
     architecture: ClassVar[str] = "LlamaForCausalLMEagle3"
+    aligned: ClassVar[float] = (
+        0.0  # weight of handing on other features than the target's; cross-entropy has 1
+    )
+    block = 1  # rows of which each says what comes so many tokens behind its own
+    spent = 0.0  # of training, the share
     midlayer: Any
     d2t: torch.Tensor
     t2d: torch.Tensor
@@ -252,13 +257,22 @@ class Head(torch.nn.Module):
         found: torch.Tensor = self.lm_head(self.norm(output)).float()
         return found
 
-    def goal(self, texts: EagleTexts, batch: Batch) -> Goal | None:
-        """What the batch's queries should hand on; None: whatever serves the rows behind."""
-        return None
+    def glanced(self, features: torch.Tensor, truth: torch.Tensor) -> torch.Tensor:
+        """What rows get in training of what was handed on; ``truth`` is what the target would have."""
+        return features
+
+    @torch.no_grad()
+    def goal(self, texts: EagleTexts, batch: Batch) -> Goal:
+        """The target's features of the rows behind the batch's queries, unless the answer ends."""
+        behind = batch.rows[batch.queries] + 1
+        known = ~torch.isin(behind, texts.starts)
+        behind = torch.where(known, behind, 0)
+        return Goal(self.fc(texts.aux[behind].to(self.fc.weight)), known)
 
     def misaligned(self, output: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
-        """The loss of rows that should hand on these features; of heads with a `goal`."""
-        raise NotImplementedError
+        """The loss of rows that should hand on these features, relative to their size."""
+        scale = features.float().square().mean(1, keepdim=True).rsqrt()
+        return self.aligned * smooth_l1_loss(self.handed_on(output).float() * scale, features.float() * scale)
 
     def begin_as(self, layer: torch.nn.Module) -> None:
         """Let the head be a layer of the target's over the last of the features, as far as it has the same parts.

@@ -11,8 +11,8 @@ Source: "Boosting Lossless Speculative Decoding via Feature Sampling and Partial
 
 Deviations: these two stand on EAGLE-3 (`eagle`), not on EAGLE-2. So features are of several of the target's layers,
 passes after the first read what the head handed on, and what is aligned is the feature that the head makes of the
-target's layers. Embeddings are normed first. The distance of features is relative to their size. How much it weighs,
-`ALIGNED`, is our own: the paper weighs features ten times as much as tokens, for its own features.
+target's layers. Embeddings are normed first. The distance of features is relative to their size. How much it weighs is
+our own: the paper weighs features ten times as much as tokens, for its own features.
 """
 
 from __future__ import annotations
@@ -20,19 +20,17 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 import torch
-from torch.nn.functional import silu, smooth_l1_loss
+from torch.nn.functional import silu
 
 from vllm_ext.kernels.sparse import Int32
-from vllm_ext.training.eagle import Goal, Head, Norm, linear
-from vllm_ext.training.eagle_texts import Batch, EagleTexts
-
-ALIGNED = 0.3  # weight of the features' distance; cross-entropy has 1
+from vllm_ext.training.eagle import Head, Norm, linear
 
 
 class FspadHead(Head):
     """See the module, and `Head`."""
 
     architecture: ClassVar[str] = "FspadLlamaForCausalLMEagle3"
+    aligned: ClassVar[float] = 0.3
     sampling: Any
 
     def __init__(self, config: dict[str, Any], embedding: torch.Tensor, token_map: Int32) -> None:
@@ -60,19 +58,6 @@ class FspadHead(Head):
     def logits(self, output: torch.Tensor) -> torch.Tensor:
         """See `Head`: of the first half."""
         return super().logits(output[:, : self._size])
-
-    @torch.no_grad()
-    def goal(self, texts: EagleTexts, batch: Batch) -> Goal:
-        """See `Head`: the target's features of the next row, unless the answer ends."""
-        behind = batch.rows[batch.queries] + 1
-        known = ~torch.isin(behind, texts.starts)
-        behind = torch.where(known, behind, 0)
-        return Goal(self.fc(texts.aux[behind].to(self.fc.weight)), known)
-
-    def misaligned(self, output: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
-        """See `Head`."""
-        scale = features.float().square().mean(1, keepdim=True).rsqrt()
-        return ALIGNED * smooth_l1_loss(self.handed_on(output).float() * scale, features.float() * scale)
 
     def begin_as(self, layer: torch.nn.Module) -> None:
         """See `Head`: both outputs begin as the layer's, and features go through as they are."""

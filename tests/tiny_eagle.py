@@ -47,7 +47,12 @@ def write(
     return str(folder)
 
 
-FSPAD = "FspadLlamaForCausalLMEagle3"
+FALCON, FSPAD = "FalconLlamaForCausalLMEagle3", "FspadLlamaForCausalLMEagle3"
+
+
+def of(architecture: str) -> dict[str, Any]:
+    """What a relative's config has more."""
+    return {"falcon_block": 2} if architecture == FALCON else {}
 
 
 def random(folder: Path, target: Path, num_rows: int | None = None, architecture: str | None = None) -> str:
@@ -99,7 +104,7 @@ def random(folder: Path, target: Path, num_rows: int | None = None, architecture
             "sampling.up.weight": weight(inner, width),
             "sampling.down.weight": weight(width, inner),
         }
-    named = {} if architecture is None else {"architectures": [architecture]}
+    named = {} if architecture is None else {"architectures": [architecture], **of(architecture)}
     return write(folder, target, tensors, [0, last], **named)
 
 
@@ -112,14 +117,14 @@ def knowing(folder: Path, target: Path, after: torch.Tensor, by: str = "token", 
         after: its successors.
         by: 'token': by its tokens, at all depths, as each row attends to its own token alone; 'feature': by what it
             takes of the target, which it gets below the last token only; 'sampling': by tokens again, and these only
-            by FSPAD's feature sampling.
+            by FSPAD's feature sampling; 'blocks': as 'token', two tokens further on, as Falcon's blocks of two ask.
         late: how many tokens.
     """
     from safetensors.torch import load_file
 
     embeddings = load_file(target / "model.safetensors")["model.embed_tokens.weight"]
     one, none = torch.eye(WIDTH), torch.zeros(WIDTH, WIDTH)
-    by_token = by == "token"
+    by_token = by in ("token", "blocks")
     # Embeddings come normed, so that a token's product with itself is WIDTH, and that with any other far less.
     own = torch.cat([2.0 * one, none], 1)
     tensors = {
@@ -131,7 +136,7 @@ def knowing(folder: Path, target: Path, after: torch.Tensor, by: str = "token", 
         "midlayer.mlp.gate_proj.weight": torch.zeros(64, WIDTH),
         "midlayer.mlp.up_proj.weight": torch.zeros(64, WIDTH),
         "midlayer.mlp.down_proj.weight": torch.zeros(WIDTH, 64),
-        "lm_head.weight": head_of(embeddings, after, (2 if by == "feature" else 1) + late),
+        "lm_head.weight": head_of(embeddings, after, (2 if by in ("feature", "blocks") else 1) + late),
         **{
             f"{norm}.weight": torch.ones(WIDTH)
             for norm in (
@@ -144,6 +149,8 @@ def knowing(folder: Path, target: Path, after: torch.Tensor, by: str = "token", 
         tensors["midlayer.hidden_norm.weight"] = torch.zeros(WIDTH)
     assert len(embeddings) == VOCAB
     shape: dict[str, Any] = {"num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": WIDTH}
+    if by == "blocks":
+        shape |= {"architectures": [FALCON], **of(FALCON)}
     if by == "sampling":
         shape["architectures"] = [FSPAD]
         tensors |= {

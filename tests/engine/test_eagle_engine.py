@@ -46,6 +46,9 @@ def cycle(model_dir: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[str
         ("feature", "eagle_tree", 1),
         ("sampling", "eagle_tree", 0),
         ("sampling", "eagle_tree", 1),
+        ("blocks", "eagle_tree", 0),
+        ("blocks", "hybrid", 0),
+        ("blocks", "eagle_tree", 1),
         ("first", "eagle_tree", 0),
     ],
 )
@@ -59,7 +62,8 @@ def test_a_head_that_knows_everything(
     else:
         head = tiny_eagle.knowing(tmp_path / "head", Path(folder), after, by, late)
     nodes = 1 if by == "feature" else 4
-    prompts = [[3], list(range(5, 60)), [9] * 130, [700, 20]]
+    # Before a text's only row there is none that a block could begin with.
+    prompts = [[3] * (2 if by == "blocks" else 1), list(range(5, 60)), [9] * 130, [700, 20]]
     params = SamplingParams(temperature=0, max_tokens=101, ignore_eos=True)
     config = eagle(head, nodes)
     if method == "hybrid":
@@ -80,7 +84,9 @@ def test_a_head_that_knows_everything(
         assert steps == 4 * (1 + 100 // (nodes + 1))
 
 
-@pytest.fixture(scope="module", params=[None, tiny_eagle.FSPAD], ids=["eagle", "fspad"])
+@pytest.fixture(
+    scope="module", params=[None, tiny_eagle.FALCON, tiny_eagle.FSPAD], ids=["eagle", "falcon", "fspad"]
+)
 def head(request: pytest.FixtureRequest, slice_dir: str, tmp_path_factory: pytest.TempPathFactory) -> str:
     return tiny_eagle.random(tmp_path_factory.mktemp("head"), Path(slice_dir), architecture=request.param)
 

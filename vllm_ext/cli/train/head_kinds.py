@@ -120,10 +120,14 @@ def _eagle(
     report: Progress,
 ) -> Trainable:
     from vllm_ext.training import eagle, eagle_texts, eagle_training
-    from vllm_ext.training.eagle_relatives import fspad
+    from vllm_ext.training.eagle_relatives import falcon, fspad
     from vllm_ext.training.figures.eagle import figures
 
-    kinds: dict[str, type[eagle.Head]] = {"eagle": eagle.Head, "fspad": fspad.FspadHead}
+    kinds: dict[str, type[eagle.Head]] = {
+        "eagle": eagle.Head,
+        "falcon": falcon.FalconHead,
+        "fspad": fspad.FspadHead,
+    }
     own = {name: value for name, value in shape.items() if name != "num_passes"}
     texts = eagle_texts.read(model, own["aux_layers"], learnt, tokens, report)
     test = eagle_texts.read(model, own["aux_layers"], held_out, tokens, report)
@@ -177,6 +181,7 @@ _OF_EAGLE = {"aux_layers": "", "num_passes": 4, "intermediate_size": 0}
 KINDS = {
     "medusa": Kind("medusa_tree", {"num_heads": 4, "num_layers": 1}, 512, 1e-3, _medusa_shape, _medusa),
     "eagle": Kind("eagle_tree", _OF_EAGLE, 512, 2e-3, _eagle_shape, partial(_eagle, "eagle")),
+    "falcon": Kind("eagle_tree", _OF_EAGLE, 512, 2e-3, _eagle_shape, partial(_eagle, "falcon")),
     "fspad": Kind("eagle_tree", _OF_EAGLE, 512, 2e-3, _eagle_shape, partial(_eagle, "fspad")),
     "ppd": Kind("ppd", {"prompt_tokens": 3}, 192, 1e-2, _ppd_shape, _ppd),
 }

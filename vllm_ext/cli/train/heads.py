@@ -41,7 +41,10 @@ def heads_command(
         Path, typer.Option(help="Folder of the heads. Its `work` holds answers and checkpoint.")
     ],
     kind: Annotated[
-        str, typer.Option(help="medusa, eagle, its relative fspad, or ppd: prompt tokens instead of heads.")
+        str,
+        typer.Option(
+            help="medusa, eagle, its relatives falcon and fspad, or ppd: prompt tokens instead of heads."
+        ),
     ] = "medusa",
     prompts: Prompts = None,
     answers: Answers = None,
@@ -52,17 +55,17 @@ def heads_command(
     aux_layers: Annotated[
         str | None,
         typer.Option(
-            help="Of eagle and fspad: the target's hidden states after so many of its layers are read, as 2,15,27: an "
-            "early, a middle and a late one, if not given."
+            help="Of eagle, falcon and fspad: the target's hidden states after so many of its layers are read, as "
+            "2,15,27: an early, a middle and a late one, if not given."
         ),
     ] = None,
     num_passes: Annotated[
         int | None,
-        typer.Option(min=1, max=16, help="Of eagle and fspad: depths that training unrolls to; 4."),
+        typer.Option(min=1, max=16, help="Of eagle, falcon and fspad: depths that training unrolls to; 4."),
     ] = None,
     intermediate_size: Annotated[
         int | None,
-        typer.Option(min=1, help="Of eagle and fspad: width of the MLP; the target's, if not given."),
+        typer.Option(min=1, help="Of eagle, falcon and fspad: width of the MLP; the target's, if not given."),
     ] = None,
     prompt_tokens: Annotated[
         int | None, typer.Option(min=1, max=8, help="Of ppd: depths of the tree; 3.")

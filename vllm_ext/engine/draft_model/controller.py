@@ -12,12 +12,14 @@ from vllm.distributed.parallel_state import get_tp_group
 
 from vllm_ext.engine.draft_model.eagle import EaglePasses
 from vllm_ext.engine.draft_model.early_exit import EarlyExit
+from vllm_ext.engine.draft_model.falcon import FalconPasses
 from vllm_ext.engine.draft_model.heads import HeadPasses
 from vllm_ext.engine.draft_model.own_caches import OwnCaches
 from vllm_ext.engine.draft_model.passes import ModelPasses
 from vllm_ext.engine.draft_model.self_speculation import SkippedLayers
 from vllm_ext.engine.draft_model.separate import SeparateModel
 from vllm_ext.engine.models import exit_heads
+from vllm_ext.engine.models.eagle_head import block_of
 from vllm_ext.engine.tree_layout import StepTrees
 from vllm_ext.proposers.base import Request, chains_where_asked
 from vllm_ext.proposers.draft_budget import DraftBudget
@@ -336,7 +338,8 @@ def head_passes(
 ) -> HeadPasses | EaglePasses:
     """Those of the heads that the options name."""
     if isinstance(options, EagleOptions):
-        return EaglePasses(vllm_config, options, count)
+        kind = FalconPasses if block_of(options.model) > 1 else EaglePasses
+        return kind(vllm_config, options, count)
     return HeadPasses(vllm_config, options)
 
 

@@ -24,7 +24,11 @@ logger = init_logger("vllm.vllm_ext")
 FIELD = "speculative_config.model"
 WAY_OUT = "Name a folder that `vllm-ext train heads --kind eagle` has made for this model, or a head published for it."
 # Relatives, by the architecture that their config.json names.
-RELATIVES = {"FspadLlamaForCausalLMEagle3": "vllm_ext.engine.models.fspad:FspadEagle3"}
+RELATIVES = {
+    "FalconLlamaForCausalLMEagle3": "vllm.model_executor.models.llama_eagle3:Eagle3LlamaForCausalLM",
+    "FspadLlamaForCausalLMEagle3": "vllm_ext.engine.models.fspad:FspadEagle3",
+}
+FALCON_BLOCK = "falcon_block"  # of a config.json: rows that say a token each in one pass
 HINTS = ("draft_vocab_size", "eagle_config", "eagle_aux_hidden_state_layer_ids")  # of a config of EAGLE-3
 
 
@@ -59,6 +63,11 @@ def vllms_config(vllm_config: Any, name: str) -> Any:
     return made
 
 
+def block_of(name: str) -> int:
+    """How many tokens each pass of a head says: see `falcon`."""
+    return int(json.loads((model_files.snapshot(name) / "config.json").read_text()).get(FALCON_BLOCK, 1))
+
+
 def check(vllm_config: Any, name: str) -> None:
     """Refuse at start-up a head that does not fit the target.
 
@@ -68,6 +77,8 @@ def check(vllm_config: Any, name: str) -> None:
     draft = vllms_config(vllm_config, name).speculative_config.draft_model_config.hf_config
     model = vllm_config.model_config
     text = model.hf_text_config
+    if (block := getattr(draft, FALCON_BLOCK, 1)) not in (1, 2):
+        raise ValueError(f"{FIELD}={name!r}: its {FALCON_BLOCK} is {block}; it must be 1 or 2. {WAY_OUT}")
     for what, own, its in (
         ("hidden_size", getattr(draft, "target_hidden_size", draft.hidden_size), model.get_hidden_size()),
         ("vocab_size", draft.vocab_size, model.get_vocab_size()),

@@ -82,7 +82,8 @@ class ModelDrafts:
                 first_rows = 2 if isinstance(self.passes, OwnCaches) else 1
                 reuses = isinstance(self.passes, EarlyExit)
                 one_pass = isinstance(self.passes, HeadPasses)
-                self.budget = DraftBudget(options.num_speculative_tokens, first_rows, reuses, one_pass)
+                nodes, depths = options.num_speculative_tokens, self.passes.depths_a_pass
+                self.budget = DraftBudget(nodes, first_rows, reuses, one_pass, depths)
         self.seconds = 0.0  # of drafting, since they were last taken
         self._watch = 0  # steps until all exits are asked again
         self._left = self._resting = (

@@ -52,7 +52,6 @@ class EaglePasses(OwnCaches):
         count: adds one to a counter.
     """
 
-    again = 0  # rows before a text's last one that are read again behind it
     what_next = "Choose another head, or a method without one: `vllm-ext methods`."
 
     def __init__(self, vllm_config: Any, options: EagleOptions, count: Callable[[str], None]) -> None:
@@ -73,6 +72,11 @@ class EaglePasses(OwnCaches):
         """Once it is loaded."""
         assert self._head is not None
         return self._head
+
+    @property
+    def _again(self) -> int:
+        """Rows before a text's last one that are read again behind it."""
+        return self.depths_a_pass - 1
 
     @property
     def aux_layers(self) -> Sequence[int]:
@@ -139,7 +143,7 @@ class EaglePasses(OwnCaches):
         for _ in drafting & self.blind:
             self._count("fallbacks:hidden_states_missing")
         limit = self._target_config.scheduler_config.max_num_batched_tokens
-        limit = max(limit - self.again * len(drafting), 1)
+        limit = max(limit - self._again * len(drafting), 1)
         for stretches in packed(parts, limit):
             self._read(stretches, num_tokens, drafting)
         for slot, _, _ in parts:
@@ -187,7 +191,7 @@ class EaglePasses(OwnCaches):
             features.append(whole[first - unread.first : last - unread.first])
             before = self._features_before(name, features[-1])
             if name in drafting and last == num_tokens[slot] - 1:
-                again[index] = self.again
+                again[index] = self._again
                 features.append(before)
                 self._growth[name] = Growth(slot, last)
         self._features = torch.cat(features)
@@ -206,18 +210,20 @@ class EaglePasses(OwnCaches):
         ]
         if roots:
             # What is read again comes first: it says the token before.
-            asked = [row_start[index + 1] - 1 - row for index, _ in roots for row in range(self.again + 1)]
+            asked = [
+                row_start[index + 1] - 1 - row for index, _ in roots for row in range(self.depths_a_pass)
+            ]
             wanted = self._to(np.array(asked))
             self._plant([name for _, name in roots], normed[wanted], stream[wanted])
         reads = len(normed) > MAX_NEW_TOKENS * len(parts)
         self.passes.append(Pass(time.perf_counter() - started, len(normed), len(parts), reads))
 
     def _features_before(self, name: str, features: torch.Tensor) -> torch.Tensor:
-        """``[again, hidden_size]``: of the rows before the last one, of a request whose rows with these are read."""
+        """``[depths_a_pass - 1, hidden_size]``: of the rows before a request's last one; ``features`` are read."""
         return features[:0]
 
     def _plant(self, names: Sequence[str], normed: torch.Tensor, stream: torch.Tensor) -> None:
-        """Requests have roots: ``[num_requests * (again + 1), hidden_size]`` of each."""
+        """Requests have roots: ``[num_requests * depths_a_pass, hidden_size]`` of each."""
         self._keep(names, stream)
         for name, ids, log_q in zip(names, *self._distributions(normed), strict=True):
             self._roots[name] = ids, log_q

@@ -61,7 +61,7 @@ class _Tree:
 class FalconPasses(EaglePasses):
     """See the module, and `EaglePasses`."""
 
-    again = BLOCK - 1
+    depths_a_pass = BLOCK
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)

@@ -59,6 +59,8 @@ class Pass(NamedTuple):
 class ModelPasses(ABC):
     """A draft model or heads, and their passes. See `vllm_ext.proposers.draft_model.DraftModel`."""
 
+    depths_a_pass = 1  # of a tree, that each pass tells
+
     def __init__(self) -> None:
         self.layers: list[str] = []  # names of the attention layers it runs
         self.own_layers: list[str] = []  # those of them that are not the target's

@@ -71,11 +71,18 @@ class DraftBudget:
         reuses: whether the draft is a part of the target: then it computes the leaves too, in a pass more, and a step
             with drafts costs only the rest of the target.
         one_pass: whether the first pass tells all depths, as heads do.
+        depths_a_pass: how many depths each pass tells, the first one too.
     """
 
     def __init__(
-        self, ceiling: int, first_rows: int = 2, reuses: bool = False, one_pass: bool = False
+        self,
+        ceiling: int,
+        first_rows: int = 2,
+        reuses: bool = False,
+        one_pass: bool = False,
+        depths_a_pass: int = 1,
     ) -> None:
+        self._depths_a_pass = depths_a_pass
         self.ceiling, self.first_rows, self.one_pass = ceiling, first_rows, one_pass
         self.rest_cost = StepCost() if reuses else None
         self.cost = StepCost()  # of the target
@@ -85,7 +92,7 @@ class DraftBudget:
         self._weight: Float64 = np.zeros(ceiling + 1)  # trees known of at least so many nodes
         self._depth: Float64 = np.zeros(ceiling + 1)  # their sums: passes for the first so many nodes,
         self._inner: Float64 = np.zeros(ceiling + 1)  # and rows of these passes
-        self._vain = 0.0  # passes in which nothing better was found
+        self._vain = 0.0  # rounds in which nothing better was found
         # Of passes after the first ones, and tokens accepted that they gave.
         self._reach = self._reach_hits = 0.0
         # Of such a pass of the next step: with less it does not pay; see `sampled.grow`.
@@ -179,7 +186,8 @@ class DraftBudget:
         """By nodes of each tree, of all passes and the host together; and of one pass after the first."""
         depth, inner = self._shape(nodes)
         # One node is never followed by another.
-        passes = np.where(nodes > 1, np.maximum(depth - 1.0, 0.0) + self._vain, 0.0)
+        deep = np.maximum(depth - 1.0, 0.0) + self._vain
+        passes = np.where(nodes > 1, deep / self._depths_a_pass, 0.0)
         if self.one_pass:
             each = np.zeros(len(nodes))
         else:
@@ -204,7 +212,7 @@ class DraftBudget:
         Args:
             trees: those that are not empty.
             host_seconds: time of them all besides the passes.
-            passes: for them all, after the first.
+            passes: for them all, after the first: rounds of growth, if each pass tells several depths.
         """
         if max(len(tree) for tree in trees) > 1:
             deep = float(np.mean([tree.depths().max() - 1 for tree in trees]))

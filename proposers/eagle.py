@@ -32,8 +32,8 @@ class EagleOptions(PassOptions):
 
     model: UserPath = Field(
         min_length=1,
-        description="folder or hub name of an EAGLE-3 or EAGLE head for the target, as vLLM loads it: "
-        "`vllm-ext train heads --kind eagle`",
+        description="folder or hub name of an EAGLE-3 or EAGLE head for the target, as vLLM loads it, or of a "
+        "relative: `vllm-ext train heads --kind eagle`",
     )
 
 

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""EAGLE-3 heads for tests: of random weights; and for a target whose tokens have one successor each, that know it."""
+"""EAGLE-3 heads for tests: of random weights; and for a target whose tokens have one successor each, that know it.
+
+Relatives of EAGLE-3 too, which are these with something more.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +48,15 @@ def write(
     return str(folder)
 
 
-def random(folder: Path, target: Path, num_rows: int | None = None) -> str:
+FALCON, FSPAD = "FalconLlamaForCausalLMEagle3", "FspadLlamaForCausalLMEagle3"
+
+
+def of(architecture: str) -> dict[str, Any]:
+    """What a relative's config has more."""
+    return {"falcon_block": 2} if architecture == FALCON else {}
+
+
+def random(folder: Path, target: Path, num_rows: int | None = None, architecture: str | None = None) -> str:
     """A head that turns the target's last hidden state at random, on its own language head or some rows of it."""
     from safetensors.torch import load_file
 
@@ -84,7 +95,18 @@ def random(folder: Path, target: Path, num_rows: int | None = None) -> str:
         tensors["lm_head.weight"] = head[chosen]
         tensors["d2t"] = chosen - torch.arange(num_rows)
     last = config["num_hidden_layers"]
-    return write(folder, target, tensors, [0, last])
+    if architecture == FSPAD:
+        tensors |= {
+            "midlayer.mlp.down_proj.weight": weight(2 * width, inner),
+            "sampling.fc.weight": weight(width, 2 * width)
+            + torch.eye(width, 2 * width, dtype=head.dtype).roll(width, 1),
+            "sampling.norm.weight": torch.ones(width, dtype=head.dtype),
+            "sampling.gate.weight": weight(inner, width),
+            "sampling.up.weight": weight(inner, width),
+            "sampling.down.weight": weight(width, inner),
+        }
+    named = {} if architecture is None else {"architectures": [architecture], **of(architecture)}
+    return write(folder, target, tensors, [0, last], **named)
 
 
 def knowing(
@@ -102,7 +124,8 @@ def knowing(
         target: of `tiny_heads.successors`.
         after: its successors.
         by: 'token': by its tokens, at all depths, as each row attends to its own token alone; 'feature': by what it
-            takes of the target, which it gets below the last token only.
+            takes of the target, which it gets below the last token only; 'sampling': by tokens again, and these only
+            by FSPAD's feature sampling; 'blocks': as 'token', two tokens further on, as Falcon's blocks of two ask.
         late: how many tokens.
         naming: `head_of`, or `second_choice`.
     """
@@ -110,7 +133,7 @@ def knowing(
 
     embeddings = load_file(target / "model.safetensors")["model.embed_tokens.weight"]
     one, none = torch.eye(WIDTH), torch.zeros(WIDTH, WIDTH)
-    by_token = by == "token"
+    by_token = by in ("token", "blocks")
     # Embeddings come normed, so that a token's product with itself is WIDTH, and that with any other far less.
     own = torch.cat([2.0 * one, none], 1)
     tensors = {
@@ -122,7 +145,7 @@ def knowing(
         "midlayer.mlp.gate_proj.weight": torch.zeros(64, WIDTH),
         "midlayer.mlp.up_proj.weight": torch.zeros(64, WIDTH),
         "midlayer.mlp.down_proj.weight": torch.zeros(WIDTH, 64),
-        "lm_head.weight": naming(embeddings, after, (1 if by_token else 2) + late),
+        "lm_head.weight": naming(embeddings, after, (2 if by in ("feature", "blocks") else 1) + late),
         **{
             f"{norm}.weight": torch.ones(WIDTH)
             for norm in (
@@ -134,7 +157,20 @@ def knowing(
     if by_token:  # else the parent's output would be added to the token's own
         tensors["midlayer.hidden_norm.weight"] = torch.zeros(WIDTH)
     assert len(embeddings) == VOCAB
-    shape = {"num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": WIDTH}
+    shape: dict[str, Any] = {"num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": WIDTH}
+    if by == "blocks":
+        shape |= {"architectures": [FALCON], **of(FALCON)}
+    if by == "sampling":
+        shape["architectures"] = [FSPAD]
+        tensors |= {
+            "fc.weight": none,
+            "midlayer.mlp.down_proj.weight": torch.zeros(2 * WIDTH, 64),
+            "sampling.fc.weight": torch.cat([one, none], 1),
+            "sampling.norm.weight": torch.ones(WIDTH),
+            "sampling.gate.weight": torch.zeros(64, WIDTH),
+            "sampling.up.weight": torch.zeros(64, WIDTH),
+            "sampling.down.weight": torch.zeros(WIDTH, 64),
+        }
     return write(folder, target, tensors, [1], norm_before_residual=by_token, **shape)
 
 

@@ -6,12 +6,14 @@ from __future__ import annotations
 import logging
 import re
 from importlib.metadata import EntryPoint
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 pytest.importorskip("vllm")
 
+import tiny_eagle
 import v1_processors
 import vllm.config.vllm as vllm_config_module
 from v1_processors import Sums
@@ -127,17 +129,24 @@ def test_where_methods_draft_on_v2() -> None:
     places = {name: load_method(name).on_v2 for name in METHODS}
     with_model = {name for name in METHODS if issubclass(load_method(name), DraftModelProposer)}
     on_device = {name for name, place in places.items() if place == "device"}
-    assert {name for name, place in places.items() if place is None} == {
-        "clover_tree",
-        "del",
-        "eagle_tree",
-        "medusa_tree",
-        "ppd",
-    }
-    assert on_device == with_model - {"clover_tree", "del", "eagle_tree", "medusa_tree"} | {
-        "token_recycling",
-        "hybrid",
-    }
+    assert {name for name, place in places.items() if place is None} == {"del", "ppd"}
+    assert on_device == with_model - {"del"} | {"token_recycling", "hybrid"}
+
+
+def test_where_heads_draft(slice_dir: str, with_triton: None, tmp_path: Path) -> None:
+    target = Path(slice_dir)
+    eagle = {"method": "eagle_tree", "model": tiny_eagle.random(tmp_path / "eagle", target)}
+    alone = made(slice_dir, eagle)
+    assert alone.use_v2_model_runner
+    assert "DraftSlots" in alone.scheduler_config.scheduler_cls
+    fspad = tiny_eagle.random(tmp_path / "fspad", target, architecture=tiny_eagle.FSPAD)
+    assert made(slice_dir, {**eagle, "model": fspad}).use_v2_model_runner
+    falcon = tiny_eagle.random(tmp_path / "falcon", target, architecture=tiny_eagle.FALCON)
+    reason = runners.choose(EngineArgs(slice_dir), parse({**eagle, "model": falcon}), None, encoded_kv=False)
+    assert (reason.runner, reason.reason) == ("V1", "its head says two tokens a pass (Falcon)")
+    # In a hybrid their trees grow below others', which are on the host.
+    fused = parse({"method": "hybrid", "drafters": ["token_recycling", eagle]})
+    assert runners.choose(EngineArgs(slice_dir), fused, None, encoded_kv=False).runner == "V1"
 
 
 def test_draft_models_have_their_slots_on_v2(model_dir: str, with_triton: None) -> None:

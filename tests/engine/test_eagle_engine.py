@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import tiny_eagle
 import tiny_heads
@@ -43,6 +44,11 @@ def cycle(model_dir: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[str
         ("feature", "eagle_tree", 0),
         ("token", "hybrid", 0),
         ("feature", "eagle_tree", 1),
+        ("sampling", "eagle_tree", 0),
+        ("sampling", "eagle_tree", 1),
+        ("blocks", "eagle_tree", 0),
+        ("blocks", "hybrid", 0),
+        ("blocks", "eagle_tree", 1),
         ("first", "eagle_tree", 0),
     ],
 )
@@ -56,7 +62,8 @@ def test_a_head_that_knows_everything(
     else:
         head = tiny_eagle.knowing(tmp_path / "head", Path(folder), after, by, late)
     nodes = 1 if by == "feature" else 4
-    prompts = [[3], list(range(5, 60)), [9] * 130, [700, 20]]
+    # Before a text's only row there is none that a block could begin with.
+    prompts = [[3] * (2 if by == "blocks" else 1), list(range(5, 60)), [9] * 130, [700, 20]]
     params = SamplingParams(temperature=0, max_tokens=101, ignore_eos=True)
     config = eagle(head, nodes)
     if method == "hybrid":
@@ -77,9 +84,15 @@ def test_a_head_that_knows_everything(
         assert steps == 4 * (1 + 100 // (nodes + 1))
 
 
+@pytest.fixture(
+    scope="module", params=[None, tiny_eagle.FALCON, tiny_eagle.FSPAD], ids=["eagle", "falcon", "fspad"]
+)
+def head(request: pytest.FixtureRequest, slice_dir: str, tmp_path_factory: pytest.TempPathFactory) -> str:
+    return tiny_eagle.random(tmp_path_factory.mktemp("head"), Path(slice_dir), architecture=request.param)
+
+
 @pytest.fixture(scope="module")
-def drafting(slice_dir: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    head = tiny_eagle.random(tmp_path_factory.mktemp("head"), Path(slice_dir))
+def drafting(head: str, slice_dir: str) -> Iterator[Any]:
     yield from engine(slice_dir, eagle(head), block_size=BLOCK_SIZE, num_gpu_blocks_override=40)
 
 
@@ -88,6 +101,54 @@ def test_greedy_and_seeded_output_is_plains(plain_slice_llm: Any, drafting: Any)
     totals = counters(drafting)
     assert totals["spec_draft_tokens"] > 500
     assert totals["fallbacks:proposer_error"] == totals["fallbacks:hidden_states_missing"] == 0
+
+
+def compared(worker: Any, folder: str) -> float:
+    """Sent to the worker: how far its head is from the one that is trained, by the same weights, over a short text."""
+    import json
+
+    import torch
+    from safetensors.torch import load_file
+    from torch.nn.functional import scaled_dot_product_attention
+
+    from vllm_ext.engine.draft_model.passes import DraftPasses, Growth
+    from vllm_ext.training.eagle import Head
+    from vllm_ext.training.eagle_relatives.fspad import FspadHead
+
+    runner = worker.model_runner
+    passes = runner.drafter.model_drafts.passes
+    config = json.loads((Path(folder) / "config.json").read_text())
+    config["eagle_aux_hidden_state_layer_ids"] = config["eagle_config"]["eagle_aux_hidden_state_layer_ids"]
+    config.setdefault("head_dim", config["hidden_size"] // config["num_attention_heads"])
+    kind = {tiny_eagle.FSPAD: FspadHead}.get(config["architectures"][0], Head)
+    embedding = runner.model.model.embed_tokens.weight.float()
+    trained = kind(config, embedding, np.arange(config["vocab_size"], dtype=np.int32)).eval()
+    stored = {name: each.float() for name, each in load_file(Path(folder) / "model.safetensors").items()}
+    missing, unknown = trained.load_state_dict(stored, strict=False)
+    assert set(missing) == {"d2t", "t2d"}
+    assert not unknown
+    draw, rows = torch.Generator().manual_seed(0), passes._block_size
+    tokens = torch.randint(config["vocab_size"], (rows,), generator=draw)
+    aux = torch.randn(rows, 2 * config["hidden_size"], generator=draw).to(runner.dtype)
+    # In the block that no request has.
+    passes._kv_slots = lambda _, index: torch.from_numpy(index.astype(np.int64))
+    passes._block_table = lambda _: torch.zeros(1, 1, dtype=torch.int32)
+    passes._growth["a text"], passes._features = Growth(0, 0), passes.head.features(aux)
+    found = DraftPasses._grow(passes, ["a text"] * rows, range(-1, rows - 1), tokens.tolist())
+    del passes._kv_slots, passes._block_table, passes._growth["a text"]
+    with torch.no_grad():
+        features = trained.modulated(tokens, trained.features(aux))
+        inputs, turns = trained.inputs(tokens, features), trained.turns(torch.arange(rows))
+        read = trained.queries(inputs, turns), *trained.keys_values(inputs, turns)
+        query, key, value = (each.transpose(0, 1)[None] for each in read)
+        attended = scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+        own = trained.output(features, attended[0].transpose(0, 1).flatten(1))
+        wanted = trained.norm(own[:, : config["hidden_size"]]), trained.handed_on(own)
+    return max(float((a.float() - b).abs().max()) for a, b in zip(found, wanted, strict=True))
+
+
+def test_it_computes_what_is_trained(drafting: Any, head: str) -> None:
+    assert max(drafting.collective_rpc(compared, args=(head,))) < 1e-3
 
 
 @pytest.mark.slow

@@ -209,3 +209,13 @@ def test_probes_read_little_and_are_charged_for_it() -> None:
         machine.budget.record_step(step, 4, 4, 400)
     assert probes >= 3
     assert read * 1e-4 < 0.01 * steps * step
+
+
+def test_passes_that_tell_two_depths_cost_half() -> None:
+    one, two = DraftBudget(8), DraftBudget(8, depths_a_pass=2)
+    for budget in (one, two):
+        budget.pass_cost.calibrate(np.array([1, 2, 4, 8]), np.full(4, 1e-3))
+        budget.drafted([chain(7)], 0.0, 6)
+    a, b = (budget._draft_seconds(np.arange(9), 1, 100)[0] for budget in (one, two))
+    np.testing.assert_allclose(a[2:] - a[1], 2.0 * (b[2:] - b[1]), rtol=1e-2)
+    assert a[7] > b[7] > b[1]

@@ -25,6 +25,8 @@ from vllm_ext.data.answers import Answer
 from vllm_ext.proposers.sampled import ROOT
 from vllm_ext.training.draft_model import Recipe
 from vllm_ext.training.eagle import EagleShape, Head, begun, default_layers, save
+from vllm_ext.training.eagle_relatives.falcon import FalconHead
+from vllm_ext.training.eagle_relatives.fspad import FspadHead
 from vllm_ext.training.eagle_texts import EagleTexts, batch_of, batches_of, read
 from vllm_ext.training.eagle_training import train, unrolled
 from vllm_ext.training.figures.common import RANKS
@@ -88,9 +90,13 @@ def texts(model: Any) -> EagleTexts:
 
 @pytest.fixture
 def head(model: Any, texts: EagleTexts) -> Head:
+    return random(model, texts, Head)
+
+
+def random(model: Any, texts: EagleTexts, kind: type[Head]) -> Head:
     """Of weights that make everything in it matter."""
     torch.manual_seed(1)
-    made = begun(model, SHAPE, texts.frequent, torch.float32)
+    made = begun(model, SHAPE, texts.frequent, torch.float32, kind)
     with torch.no_grad():
         for parameter in made.parameters():
             parameter.copy_(torch.randn_like(parameter) * 0.3 + (parameter.ndim == 1))
@@ -202,9 +208,11 @@ def test_passes_are_what_plain_loops_say(head: Head, texts: EagleTexts) -> None:
         start += learning
 
 
+@pytest.mark.parametrize("kind", [Head, FspadHead, FalconHead])
 @torch.no_grad()
-def test_a_pass_is_a_node_of_that_depth(head: Head, texts: EagleTexts) -> None:
+def test_a_pass_is_a_node_of_that_depth(model: Any, texts: EagleTexts, kind: type[Head]) -> None:
     """What training computes for a row of pass k is what growth computes for the k-th node of a chain."""
+    head = random(model, texts, kind)
     some = [3, 8, 20]
     batch = batch_of(texts, some)
     passes = [head.logits(output).log_softmax(1) for output in unrolled(head, texts, batch, 5)]
@@ -241,9 +249,10 @@ def test_batches_have_every_answer_once(texts: EagleTexts) -> None:
     assert list(batches_of(texts, 50, 0)) != list(batches_of(texts, 50, 1))
 
 
-def test_it_learns_and_goes_on(model: Any, texts: EagleTexts, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", [Head, FspadHead, FalconHead])
+def test_it_learns_and_goes_on(model: Any, texts: EagleTexts, tmp_path: Path, kind: type[Head]) -> None:
     torch.manual_seed(0)
-    head = begun(model, SHAPE, texts.frequent, torch.float32)
+    head = begun(model, SHAPE, texts.frequent, torch.float32, kind)
     recipe = Recipe(minutes=0.15, batch_tokens=128, learning_rate=1e-2)
     before = figures(head, texts, (3,))
     curve, points = train(head, texts, 3, recipe, tmp_path, nothing, nothing, lambda: 1.0)
@@ -255,7 +264,7 @@ def test_it_learns_and_goes_on(model: Any, texts: EagleTexts, tmp_path: Path) ->
     assert 1.9 < found.tokens_per_step[1][0] <= 2.0
     assert found.num_tokens == int(texts.learn_starts[-1])
     # Again: it goes on, and has no time left.
-    other = begun(model, SHAPE, texts.frequent, torch.float32)
+    other = begun(model, SHAPE, texts.frequent, torch.float32, kind)
     train(other, texts, 3, recipe, tmp_path, nothing, nothing)
     assert all(torch.equal(a, b) for a, b in zip(head.parameters(), other.parameters(), strict=True))
 
@@ -347,7 +356,7 @@ def test_the_command_trains_and_goes_on(
     [
         (["--kind", "eagle", "--num-heads", "3"], "--num-heads=3 is not allowed with --kind=eagle"),
         (["--kind", "medusa", "--num-passes", "3"], "--num-passes=3 is not allowed with --kind=medusa"),
-        (["--kind", "hydra"], "--kind='hydra' is not allowed; allowed: medusa, eagle"),
+        (["--kind", "hydra"], "--kind='hydra' is not allowed; allowed: medusa, clover, eagle"),
         (["--kind", "eagle", "--aux-layers", "2,7"], "--aux-layers=2,7 is not allowed; .* 1 to 6, and not 7"),
     ],
 )

@@ -14,7 +14,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from vllm_ext.config import processors, schedulers
+from vllm_ext.config.head_files import block_of
 from vllm_ext.proposers.draft_model import DraftModelOptions, DraftModelProposer
+from vllm_ext.proposers.eagle import EagleOptions
 from vllm_ext.proposers.hybrid import HybridOptions, make_options
 from vllm_ext.proposers.sampled import MOST_NODES_ON_DEVICE
 
@@ -106,6 +108,8 @@ def _of_passes(settings: Settings) -> Iterator[tuple[bool, str]]:
     options = settings.options
     if isinstance(options, DraftModelOptions):
         yield options.export_dir is not None, "export_dir is set: drafts on the device do not see answers"
+    if isinstance(options, EagleOptions):
+        yield block_of(options.model) > 1, "its head says two tokens a pass (Falcon)"
     if issubclass(settings.proposer_class, DraftModelProposer):
         nodes = options.num_speculative_tokens
         yield (

@@ -14,12 +14,13 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, NamedTuple
 
 import torch
-from torch.nn.functional import dropout, rms_norm, silu
+from torch.nn.functional import dropout, rms_norm, silu, smooth_l1_loss
 
 from vllm_ext.kernels.sparse import Int32
+from vllm_ext.training.eagle_texts import Batch, EagleTexts
 from vllm_ext.training.medusa import CONFIG, WEIGHTS
 
 INITIAL = 0.02  # standard deviation of weights before training
@@ -40,10 +41,13 @@ def default_layers(num_layers: int) -> tuple[int, ...]:
     return 2, num_layers // 2, num_layers - 3
 
 
-def config_of(target: Any, shape: EagleShape, num_rows: int, dtype: torch.dtype) -> dict[str, Any]:
+def config_of(
+    architecture: str, target: Any, shape: EagleShape, num_rows: int, dtype: torch.dtype
+) -> dict[str, Any]:
     """The head's ``config.json``.
 
     Args:
+        architecture: the class that serves it.
         target: its text configuration, of transformers.
         shape: of the head.
         num_rows: of its language head.
@@ -56,7 +60,7 @@ def config_of(target: Any, shape: EagleShape, num_rows: int, dtype: torch.dtype)
     rope = {"rope_type": "default", "rope_theta": 10000.0, **rope}
     rope.pop("partial_rotary_factor", None)
     return {
-        "architectures": ["LlamaForCausalLMEagle3"],
+        "architectures": [architecture],
         "model_type": "llama",
         "hidden_act": "silu",
         "hidden_size": target.hidden_size,
@@ -95,15 +99,23 @@ class Norm(torch.nn.Module):
         return rms_norm(rows.float(), self.weight.shape, self.weight, self._eps)
 
 
-def _linear(inputs: int, outputs: int) -> torch.nn.Linear:
+def linear(inputs: int, outputs: int) -> torch.nn.Linear:
+    """One without a bias."""
     return torch.nn.Linear(inputs, outputs, bias=False)
+
+
+class Goal(NamedTuple):
+    """What a head should hand on."""
+
+    features: torch.Tensor  # [num_queries, hidden_size]
+    known: torch.Tensor  # bool [num_queries]
 
 
 class Head(torch.nn.Module):
     """The head, float32, by the names of the published layout.
 
     Its attention is not here: what a row may attend to differs between training and growth. Both ask for
-    `queries` and `keys_values`, attend, and ask for `output`.
+    `modulated`, `inputs`, `queries` and `keys_values`, attend, and ask for `output`.
 
     Args:
         config: of `config_of`.
@@ -111,6 +123,12 @@ class Head(torch.nn.Module):
         token_map: int32 ``[num_rows]`` ids of the tokens that the head can say, ascending.
     """
 
+    architecture: ClassVar[str] = "LlamaForCausalLMEagle3"
+    aligned: ClassVar[float] = (
+        0.0  # weight of handing on other features than the target's; cross-entropy has 1
+    )
+    block = 1  # rows of which each says what comes so many tokens behind its own
+    spent = 0.0  # of training, the share
     midlayer: Any
     d2t: torch.Tensor
     t2d: torch.Tensor
@@ -126,28 +144,28 @@ class Head(torch.nn.Module):
         self.head_dim = config["head_dim"]
         self.num_heads, self.num_kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
         wide, narrow = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        self.fc = _linear(size * len(config["eagle_aux_hidden_state_layer_ids"]), size)
+        self.fc = linear(size * len(config["eagle_aux_hidden_state_layer_ids"]), size)
         layer = torch.nn.Module()
         layer.input_layernorm, layer.hidden_norm = Norm(size, eps), Norm(size, eps)
         layer.post_attention_layernorm = Norm(size, eps)
         layer.self_attn = torch.nn.ModuleDict(
             {
-                "q_proj": _linear(2 * size, wide),
-                "k_proj": _linear(2 * size, narrow),
-                "v_proj": _linear(2 * size, narrow),
-                "o_proj": _linear(wide, size),
+                "q_proj": linear(2 * size, wide),
+                "k_proj": linear(2 * size, narrow),
+                "v_proj": linear(2 * size, narrow),
+                "o_proj": linear(wide, size),
             }
         )
         layer.mlp = torch.nn.ModuleDict(
             {
-                "gate_proj": _linear(size, inner),
-                "up_proj": _linear(size, inner),
-                "down_proj": _linear(inner, size),
+                "gate_proj": linear(size, inner),
+                "up_proj": linear(size, inner),
+                "down_proj": linear(inner, size),
             }
         )
         self.midlayer = layer
         self.norm = Norm(size, eps)
-        self.lm_head = _linear(size, len(token_map))
+        self.lm_head = linear(size, len(token_map))
         ids = torch.from_numpy(token_map).long()
         known = torch.zeros(config["vocab_size"], dtype=torch.bool)
         known[ids] = True
@@ -171,18 +189,34 @@ class Head(torch.nn.Module):
         found: torch.Tensor = self.fc(dropout(aux.float(), DROPPED, self.training))
         return found
 
+    def embeds(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Normed embeddings ``[num_rows, hidden_size]`` of int64 ``[num_rows]`` tokens."""
+        found: torch.Tensor = self.midlayer.input_layernorm(self.embedding[tokens].float())
+        return found
+
+    def modulated(self, tokens: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
+        """What the layer reads of features whose next token is known.
+
+        Args:
+            tokens: int64 ``[num_rows]`` the token after each row's.
+            features: ``[num_rows, hidden_size]`` the target's, or what the row before handed on.
+
+        Returns:
+            likewise.
+        """
+        return features
+
     def inputs(self, tokens: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
         """What attention's projections get.
 
         Args:
             tokens: int64 ``[num_rows]`` the token after each row's.
-            features: ``[num_rows, hidden_size]``.
+            features: ``[num_rows, hidden_size]`` of `modulated`.
 
         Returns:
             ``[num_rows, 2 * hidden_size]``.
         """
-        embeds = self.midlayer.input_layernorm(self.embedding[tokens].float())
-        read = torch.cat([embeds, self.midlayer.hidden_norm(features)], 1)
+        read = torch.cat([self.embeds(tokens), self.midlayer.hidden_norm(features)], 1)
         return dropout(read, DROPPED, self.training)
 
     def queries(self, inputs: torch.Tensor, turns: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
@@ -198,25 +232,63 @@ class Head(torch.nn.Module):
         return _turned(keys, turns), attention.v_proj(inputs).unflatten(1, (-1, self.head_dim))
 
     def output(self, features: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
-        """What the next row gets as its feature.
+        """What rows put out.
 
         Args:
-            features: ``[num_rows, hidden_size]``.
+            features: ``[num_rows, hidden_size]`` of `modulated`.
             attended: ``[num_rows, num_heads * head_dim]``.
 
         Returns:
-            ``[num_rows, hidden_size]``, before the last norm.
+            ``[num_rows, size]`` for `logits` and `handed_on`.
         """
         rows = features + self.midlayer.self_attn.o_proj(dropout(attended, DROPPED, self.training))
         inner = self.midlayer.post_attention_layernorm(rows)
         mlp = self.midlayer.mlp
-        found: torch.Tensor = rows + mlp.down_proj(silu(mlp.gate_proj(inner)) * mlp.up_proj(inner))
+        added: torch.Tensor = mlp.down_proj(silu(mlp.gate_proj(inner)) * mlp.up_proj(inner))
+        found: torch.Tensor = rows.repeat(1, added.shape[1] // rows.shape[1]) + added
         return found
+
+    def handed_on(self, output: torch.Tensor) -> torch.Tensor:
+        """``[num_rows, hidden_size]`` what the rows behind get as features, before any norm."""
+        return output
 
     def logits(self, output: torch.Tensor) -> torch.Tensor:
         """float32 ``[num_tokens, num_rows]`` over `token_map`."""
         found: torch.Tensor = self.lm_head(self.norm(output)).float()
         return found
+
+    def glanced(self, features: torch.Tensor, truth: torch.Tensor) -> torch.Tensor:
+        """What rows get in training of what was handed on; ``truth`` is what the target would have."""
+        return features
+
+    @torch.no_grad()
+    def goal(self, texts: EagleTexts, batch: Batch) -> Goal:
+        """The target's features of the rows behind the batch's queries, unless the answer ends."""
+        behind = batch.rows[batch.queries] + 1
+        known = ~torch.isin(behind, texts.starts)
+        behind = torch.where(known, behind, 0)
+        return Goal(self.fc(texts.aux[behind].to(self.fc.weight)), known)
+
+    def misaligned(self, output: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
+        """The loss of rows that should hand on these features, relative to their size."""
+        scale = features.float().square().mean(1, keepdim=True).rsqrt()
+        return self.aligned * smooth_l1_loss(self.handed_on(output).float() * scale, features.float() * scale)
+
+    def begin_as(self, layer: torch.nn.Module) -> None:
+        """Let the head be a layer of the target's over the last of the features, as far as it has the same parts.
+
+        From few answers it learns twice as fast as from random weights.
+        """
+        size = self.lm_head.weight.shape[1]
+        theirs: dict[str, torch.Tensor] = dict(layer.named_parameters())
+        theirs["hidden_norm.weight"] = theirs.pop("input_layernorm.weight", torch.empty(0))
+        for name, own in self.midlayer.named_parameters():
+            # Attention's inputs are embeddings and features, and its layer read no embeddings.
+            part = own[:, size:] if name.split(".")[-2] in ("q_proj", "k_proj", "v_proj") else own
+            if name in theirs and part.shape == theirs[name].shape:
+                part.copy_(theirs[name])
+        self.fc.weight.mul_(0.1)
+        self.fc.weight[:, -size:] += torch.eye(size, device=self.fc.weight.device)
 
 
 def _turned(rows: torch.Tensor, turns: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
@@ -226,7 +298,13 @@ def _turned(rows: torch.Tensor, turns: tuple[torch.Tensor, torch.Tensor]) -> tor
 
 
 @torch.no_grad()
-def begun(target: Any, shape: EagleShape, frequent: Callable[[int, int], Int32], dtype: torch.dtype) -> Head:
+def begun(
+    target: Any,
+    shape: EagleShape,
+    frequent: Callable[[int, int], Int32],
+    dtype: torch.dtype,
+    kind: type[Head] = Head,
+) -> Head:
     """A head to train. Its norm begins as the target's, and its language head stays the target's.
 
     To train the language head as well takes a third more time a step: in about the time that left a cross-entropy of
@@ -237,36 +315,21 @@ def begun(target: Any, shape: EagleShape, frequent: Callable[[int, int], Int32],
         shape: of the head.
         frequent: of the size of a vocabulary and a number of rows, the tokens that the head can say.
         dtype: that it is served in.
+        kind: EAGLE-3's, or a relative.
     """
     config = target.config.get_text_config()
     token_map = frequent(config.vocab_size, shape.num_rows)
     embedding = target.get_input_embeddings().weight
-    head = Head(config_of(config, shape, len(token_map), dtype), embedding, token_map).to(embedding.device)
+    own = config_of(kind.architecture, config, shape, len(token_map), dtype)
+    head = kind(own, embedding, token_map).to(embedding.device)
     for parameter in head.parameters():
         if parameter.ndim == 2:
             torch.nn.init.normal_(parameter, std=INITIAL)
     head.lm_head.weight.copy_(target.get_output_embeddings().weight[head.token_map])
     head.lm_head.weight.requires_grad_(False)
     head.norm.weight.copy_(target.model.norm.weight)
-    _begin_as_layer(head, target.model.layers[-1])
+    head.begin_as(target.model.layers[-1])
     return head
-
-
-def _begin_as_layer(head: Head, layer: torch.nn.Module) -> None:
-    """Let the head be the target's last layer over the last of the features, as far as it has the same parts.
-
-    From few answers it learns twice as fast as from random weights.
-    """
-    size = head.lm_head.weight.shape[1]
-    theirs: dict[str, torch.Tensor] = dict(layer.named_parameters())
-    theirs["hidden_norm.weight"] = theirs.pop("input_layernorm.weight", torch.empty(0))
-    for name, own in head.midlayer.named_parameters():
-        # Attention's inputs are embeddings and features, and its layer read no embeddings.
-        part = own[:, size:] if name.split(".")[-2] in ("q_proj", "k_proj", "v_proj") else own
-        if name in theirs and part.shape == theirs[name].shape:
-            part.copy_(theirs[name])
-    head.fc.weight.mul_(0.1)
-    head.fc.weight[:, -size:] += torch.eye(size, device=head.fc.weight.device)
 
 
 def save(head: Head, folder: Path) -> None:

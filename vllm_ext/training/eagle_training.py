@@ -31,54 +31,90 @@ DECAY = 0.8  # of the passes' weights in the loss
 ALONE = 0.15  # of the time, in which the first pass learns alone: later ones build on it, and cost three times as much
 
 
-def unrolled(head: Head, texts: EagleTexts, batch: Batch, num_passes: int) -> Iterator[torch.Tensor]:
-    """Of each pass what it puts out ``[num_queries, hidden_size]``.
+def unrolled(head: Head, texts: EagleTexts, batch: Batch, num_depths: int) -> Iterator[torch.Tensor]:
+    """Of each depth what the row that says it puts out ``[num_queries, size]``: see `Head.output`.
 
-    Of pass ``k`` the first ``k`` queries of an answer mean nothing.
+    Of depth ``k`` the first ``k`` queries of an answer mean nothing. A pass gives as many depths as a block has rows.
     """
-    device = head.lm_head.weight.device
-    rows, places, queries = batch.rows, batch.row_places.to(device), batch.queries.to(device)
-    query_places = batch.query_places.to(device)
-    turns = head.turns(texts.positions[rows].to(device))
-    own_turns = turns[0][queries], turns[1][queries]
-    tokens = texts.tokens[rows].to(device)
-    features = head.features(texts.aux[rows].to(device))
-    inputs = head.inputs(tokens, features)
-    tokens, features = tokens[queries], features[queries]
-    num_answers = len(batch.first)
+    reading = _Reading(head, texts, batch)
+    outputs: list[torch.Tensor] = []
+    for first in range(0, num_depths, head.block):
+        outputs = reading.block(first, outputs)
+        for depth, output in enumerate(outputs[: num_depths - first], first):
+            yield output.roll(depth, 0)
 
-    def padded(flat: torch.Tensor, at: torch.Tensor, length: int) -> torch.Tensor:
+
+class _Reading:
+    """Texts that a head has read, and for each query the chain that grows from it along the text."""
+
+    def __init__(self, head: Head, texts: EagleTexts, batch: Batch) -> None:
+        self._head, self._batch = head, batch
+        device = head.lm_head.weight.device
+        self._queries, self._places = batch.queries.to(device), batch.query_places.to(device)
+        starts = torch.nonzero(batch.row_places % batch.row_length == 0)[:, 0]
+        self._starts = starts[batch.query_places // batch.query_length].to(device)  # of the queries' answers
+        self._tokens = texts.tokens[batch.rows].to(device)
+        self._turns = head.turns(texts.positions[batch.rows].to(device))
+        self._features = head.features(texts.aux[batch.rows].to(device))
+        self._modulated = head.modulated(self._tokens, self._features)
+        found = head.keys_values(head.inputs(self._tokens, self._modulated), self._turns)
+        places = batch.row_places.to(device)
+        self._keys, self._values = (self._padded(each, places, batch.row_length) for each in found)
+        last = batch.first.to(device)[:, None] + torch.arange(batch.query_length, device=device)
+        self._unseen = torch.arange(batch.row_length, device=device) > last[:, :, None]
+        self._chain: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def block(self, first: int, above: list[torch.Tensor]) -> list[torch.Tensor]:
+        """One pass: ``[num_queries, size]`` of each of its rows.
+
+        Args:
+            first: the depth of what the block's first row says.
+            above: what the block before put out; none of the first, whose rows are the text's.
+        """
+        head, rows = self._head, []
+        for number in range(head.block):
+            at = self._queries + 1 - head.block + number + first
+            at = torch.maximum(at, self._starts).clamp(max=len(self._tokens) - 1)
+            turns = self._turns[0][at], self._turns[1][at]
+            if above:
+                handed_on = head.glanced(head.handed_on(above[number]), self._features[at])
+                features = head.modulated(self._tokens[at], handed_on)
+            else:
+                features = self._modulated[at]
+            inputs = head.inputs(self._tokens[at], features)
+            # The last row of a text's block needs no keys but those that are there.
+            again = number < head.block - 1
+            own = [self._kept(each) for each in head.keys_values(inputs, turns)] if above or again else []
+            if above:
+                self._chain.append((own[0], own[1]))
+            rows.append((features, head.queries(inputs, turns), [(own[0], own[1])] if again else []))
+        return [head.output(features, self._attend(query, again)) for features, query, again in rows]
+
+    def _attend(self, queries: torch.Tensor, again: list[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
+        """``[num_queries, num_heads * head_dim]`` over the text, the chain, and rows that are read again."""
+        head, batch = self._head, self._batch
+        length, chain = batch.query_length, [*self._chain, *again]
+        query = self._kept(queries) / math.sqrt(head.head_dim)
+        grouped = (*query.shape[:2], length, query.shape[2] // length, -1)
+        scores = (query @ self._keys.transpose(2, 3)).view(grouped)
+        scores = scores.masked_fill(self._unseen[:, None, :, None], -torch.inf)
+        query = query.view(grouped)
+        own = [(query * key[:, :, :, None]).sum(-1, keepdim=True) for key, _ in chain]
+        weights = torch.cat([scores, *own], -1).softmax(-1)
+        attended = (weights[..., : batch.row_length].flatten(2, 3) @ self._values).view_as(query)
+        for place, (_, value) in enumerate(chain):
+            attended = attended + weights[..., batch.row_length + place, None] * value[:, :, :, None]
+        return attended.transpose(1, 2).flatten(2).flatten(0, 1)[self._places]
+
+    def _kept(self, flat: torch.Tensor) -> torch.Tensor:
+        return self._padded(flat, self._places, self._batch.query_length)
+
+    def _padded(self, flat: torch.Tensor, at: torch.Tensor, length: int) -> torch.Tensor:
         """``[num_answers, num_kv_heads, length * group, head_dim]`` of ``[num_rows, num_heads, head_dim]``."""
+        head, num_answers = self._head, len(self._batch.first)
         whole = flat.new_zeros(num_answers * length, *flat.shape[1:]).index_copy(0, at, flat)
         grouped = whole.view(num_answers, length, head.num_kv_heads, -1, head.head_dim)
         return grouped.transpose(1, 2).flatten(2, 3)
-
-    keys, values = (padded(each, places, batch.row_length) for each in head.keys_values(inputs, turns))
-    inputs = inputs[queries]
-    length, group = batch.query_length, head.num_heads // head.num_kv_heads
-    last = batch.first.to(device)[:, None] + torch.arange(length, device=device)
-    columns = torch.arange(batch.row_length, device=device)
-    chain: list[tuple[torch.Tensor, torch.Tensor]] = []
-    for number in range(num_passes):
-        if number:
-            inputs = head.inputs(tokens, features)
-            chain = [(key.roll(1, 2), value.roll(1, 2)) for key, value in chain]
-            new = head.keys_values(inputs, own_turns)
-            chain.append(tuple(padded(each, query_places, length) for each in new))  # type: ignore[arg-type]
-        query = padded(head.queries(inputs, own_turns), query_places, length) / math.sqrt(head.head_dim)
-        hidden = columns > (last - number)[:, :, None]  # [num_answers, length, row_length]
-        scores = (query @ keys.transpose(2, 3)).view(*query.shape[:2], length, group, -1)
-        scores = scores.masked_fill(hidden[:, None, :, None], -torch.inf)
-        query = query.view(*query.shape[:2], length, group, -1)
-        own = [(query * key[:, :, :, None]).sum(-1, keepdim=True) for key, _ in chain]
-        weights = torch.cat([scores, *own], -1).softmax(-1)
-        attended = (weights[..., : batch.row_length].flatten(2, 3) @ values).view_as(query)
-        for place, (_, value) in enumerate(chain):
-            attended = attended + weights[..., batch.row_length + place, None] * value[:, :, :, None]
-        flat = attended.transpose(1, 2).flatten(2).flatten(0, 1)[query_places]
-        output = head.output(features, flat)
-        yield output
-        features = output.roll(1, 0)
 
 
 def train(
@@ -126,14 +162,19 @@ def train(
         head.train()  # figures were asked for in between
         batch = batch_of(texts, epochs[epoch][place])
         depths = batch.depths
-        passes = 1 if share < ALONE else num_passes
+        depths_learnt = min(head.block if share < ALONE else num_passes, num_passes)
         places, top_logp = places_of[texts.top_ids[batch.labels]], texts.top_logp[batch.labels]
         loss = torch.zeros((), device=device)
+        goal = head.goal(texts, batch) if head.aligned else None
+        head.spent = share
         with products:
-            for number, output in enumerate(unrolled(head, texts, batch, passes)):
+            for number, output in enumerate(unrolled(head, texts, batch, depths_learnt)):
                 there = torch.nonzero(depths >= number)[:, 0]
                 logits = head.logits(output[there.to(device)])
                 own = loss_of(logits, places[there].to(device), top_logp[there].to(device))
+                if goal is not None:
+                    at = there[goal.known[there]].to(device)
+                    own = own + head.misaligned(output[at], goal.features[at])
                 loss = loss + DECAY**number * own
         return loss
 

@@ -162,6 +162,7 @@ def _eagle_shape(folder: Path, vocabulary: int, options: dict[str, Any]) -> dict
 
 
 def _eagle(
+    name: str,
     model: Any,
     shape: dict[str, Any],
     folder: Path,
@@ -171,12 +172,18 @@ def _eagle(
     report: Progress,
 ) -> Trainable:
     from vllm_ext.training import eagle, eagle_texts, eagle_training
+    from vllm_ext.training.eagle_relatives import falcon, fspad
     from vllm_ext.training.figures.eagle import figures
 
+    kinds: dict[str, type[eagle.Head]] = {
+        "eagle": eagle.Head,
+        "falcon": falcon.FalconHead,
+        "fspad": fspad.FspadHead,
+    }
     own = {name: value for name, value in shape.items() if name != "num_passes"}
     texts = eagle_texts.read(model, own["aux_layers"], learnt, tokens, report)
     test = eagle_texts.read(model, own["aux_layers"], held_out, tokens, report)
-    head = eagle.begun(model, eagle.EagleShape(**own), texts.frequent, dtype_of(folder))
+    head = eagle.begun(model, eagle.EagleShape(**own), texts.frequent, dtype_of(folder), kinds[name])
     return Trainable(
         sum(parameter.numel() for parameter in head.parameters()),
         len(texts.top_ids),
@@ -221,16 +228,13 @@ def _ppd(
     )
 
 
+_OF_EAGLE = {"aux_layers": "", "num_passes": 4, "intermediate_size": 0}
+
 KINDS = {
     "medusa": Kind("medusa_tree", {"num_heads": 4, "num_layers": 1}, 512, 1e-3, _rows_shape, _medusa),
-    "eagle": Kind(
-        "eagle_tree",
-        {"aux_layers": "", "num_passes": 4, "intermediate_size": 0},
-        512,
-        2e-3,
-        _eagle_shape,
-        _eagle,
-    ),
     "clover": Kind("clover_tree", {"num_heads": 5, "intermediate_size": 0}, 512, 2e-3, _rows_shape, _clover),
+    "eagle": Kind("eagle_tree", _OF_EAGLE, 512, 2e-3, _eagle_shape, partial(_eagle, "eagle")),
+    "falcon": Kind("eagle_tree", _OF_EAGLE, 512, 2e-3, _eagle_shape, partial(_eagle, "falcon")),
+    "fspad": Kind("eagle_tree", _OF_EAGLE, 512, 2e-3, _eagle_shape, partial(_eagle, "fspad")),
     "ppd": Kind("ppd", {"prompt_tokens": 3}, 192, 1e-2, _ppd_shape, _ppd),
 }

@@ -41,7 +41,10 @@ def heads_command(
         Path, typer.Option(help="Folder of the heads. Its `work` holds answers and checkpoint.")
     ],
     kind: Annotated[
-        str, typer.Option(help="medusa, clover, eagle, or ppd: prompt tokens instead of heads.")
+        str,
+        typer.Option(
+            help="medusa, clover, eagle, its relatives falcon and fspad, or ppd: prompt tokens instead of heads."
+        ),
     ] = "medusa",
     prompts: Prompts = None,
     answers: Answers = None,
@@ -57,18 +60,20 @@ def heads_command(
     aux_layers: Annotated[
         str | None,
         typer.Option(
-            help="Of eagle: the target's hidden states after so many of its layers are read, as 2,15,27: an early, "
-            "a middle and a late one, if not given."
+            help="Of eagle, falcon and fspad: the target's hidden states after so many of its layers are read, as "
+            "2,15,27: an early, a middle and a late one, if not given."
         ),
     ] = None,
     num_passes: Annotated[
-        int | None, typer.Option(min=1, max=16, help="Of eagle: depths that training unrolls to; 4.")
+        int | None,
+        typer.Option(min=1, max=16, help="Of eagle, falcon and fspad: depths that training unrolls to; 4."),
     ] = None,
     intermediate_size: Annotated[
         int | None,
         typer.Option(
             min=1,
-            help="Width of the MLP. Of eagle: the target's, if not given. Of clover: twice the target's hidden size.",
+            help="Width of the MLP. Of eagle, falcon and fspad: the target's, if not given. Of clover: twice the "
+            "target's hidden size.",
         ),
     ] = None,
     prompt_tokens: Annotated[

@@ -10,8 +10,10 @@ from typing import Any
 import torch
 from vllm.distributed.parallel_state import get_tp_group
 
+from vllm_ext.config.head_files import block_of
 from vllm_ext.engine.draft_model.eagle import EaglePasses
 from vllm_ext.engine.draft_model.early_exit import EarlyExit
+from vllm_ext.engine.draft_model.falcon import FalconPasses
 from vllm_ext.engine.draft_model.heads import CloverPasses, MedusaPasses
 from vllm_ext.engine.draft_model.own_caches import OwnCaches
 from vllm_ext.engine.draft_model.passes import ModelPasses
@@ -82,7 +84,8 @@ class ModelDrafts:
                 first_rows = 2 if isinstance(self.passes, OwnCaches) else 1
                 reuses = isinstance(self.passes, EarlyExit)
                 one_pass = isinstance(self.passes, MedusaPasses)
-                self.budget = DraftBudget(options.num_speculative_tokens, first_rows, reuses, one_pass)
+                nodes, depths = options.num_speculative_tokens, self.passes.depths_a_pass
+                self.budget = DraftBudget(nodes, first_rows, reuses, one_pass, depths)
         self.seconds = 0.0  # of drafting, since they were last taken
         self._watch = 0  # steps until all exits are asked again
         self._left = self._resting = (
@@ -334,7 +337,8 @@ class FusedHeads:
 def head_passes(vllm_config: Any, options: HeadOptions, count: Callable[[str], None]) -> ModelPasses:
     """Those of the heads that the options name."""
     if isinstance(options, EagleOptions):
-        return EaglePasses(vllm_config, options, count)
+        kind = FalconPasses if block_of(options.model) > 1 else EaglePasses
+        return kind(vllm_config, options, count)
     if isinstance(options, CloverOptions):
         return CloverPasses(vllm_config, options)
     return MedusaPasses(vllm_config, options)

@@ -72,6 +72,11 @@ class EaglePasses(OwnCaches):
         return self._head
 
     @property
+    def _again(self) -> int:
+        """Rows before a text's last one that are read again behind it."""
+        return self.depths_a_pass - 1
+
+    @property
     def aux_layers(self) -> Sequence[int]:
         """See `ModelPasses`."""
         return self.head.layers
@@ -135,6 +140,7 @@ class EaglePasses(OwnCaches):
         for _ in drafting & self.blind:
             self._count("fallbacks:hidden_states_missing")
         limit = self._target_config.scheduler_config.max_num_batched_tokens
+        limit = max(limit - self._again * len(drafting), 1)
         for stretches in packed(parts, limit):
             self._read(stretches, num_tokens, drafting)
         for slot, _, _ in parts:
@@ -173,29 +179,51 @@ class EaglePasses(OwnCaches):
         started = time.perf_counter()
         batch = self._runner.input_batch
         slots, start, end = (np.array(column, np.int32) for column in zip(*parts, strict=True))
-        features = []
-        for slot, first, last in parts:
-            unread = self._unread[batch.req_ids[slot]]
+        known = np.array(num_tokens, np.int32)
+        features, again = [], np.zeros(len(parts), np.int32)
+        for index, (slot, first, last) in enumerate(parts):
+            name = batch.req_ids[slot]
+            unread = self._unread[name]
             whole = unread.parts[0] if len(unread.parts) == 1 else torch.cat(unread.parts)
             features.append(whole[first - unread.first : last - unread.first])
+            before = self._features_before(name, features[-1])
+            if name in drafting and last == num_tokens[slot] - 1:
+                again[index] = self._again
+                features.append(before)
+                self._growth[name] = Growth(slot, last)
         self._features = torch.cat(features)
         (normed, stream), row_start = self._pass(
-            slots, start, end, lambda owners, places: batch.token_ids_cpu[owners, places + 1]
+            slots,
+            start,
+            end + again,
+            lambda owners, places: batch.token_ids_cpu[owners, places + 1],
+            # Behind the last row stands the one before it, read again.
+            lambda owners, places: np.where(places < known[owners] - 1, places, np.maximum(places - 2, 0)),
         )
-        asked, names = [], []
-        for index, (slot, _, last) in enumerate(parts):
-            name = batch.req_ids[slot]
-            if name in drafting and last == num_tokens[slot] - 1:
-                asked.append(int(row_start[index + 1]) - 1)
-                names.append(name)
-                self._growth[name] = Growth(slot, last)
-        if asked:
+        roots = [
+            (index, name)
+            for index, (slot, *_) in enumerate(parts)
+            if (name := batch.req_ids[slot]) in self._growth
+        ]
+        if roots:
+            # What is read again comes first: it says the token before.
+            asked = [
+                row_start[index + 1] - 1 - row for index, _ in roots for row in range(self.depths_a_pass)
+            ]
             wanted = self._to(np.array(asked))
-            self._streams.keep(names, stream[wanted])
-            for name, ids, log_q in zip(names, *self._distributions(normed[wanted]), strict=True):
-                self._roots[name] = ids, log_q
+            self._plant([name for _, name in roots], normed[wanted], stream[wanted])
         reads = len(normed) > MAX_NEW_TOKENS * len(parts)
         self.passes.append(Pass(time.perf_counter() - started, len(normed), len(parts), reads))
+
+    def _features_before(self, name: str, features: torch.Tensor) -> torch.Tensor:
+        """``[depths_a_pass - 1, hidden_size]``: of the rows before a request's last one; ``features`` are read."""
+        return features[:0]
+
+    def _plant(self, names: Sequence[str], normed: torch.Tensor, stream: torch.Tensor) -> None:
+        """Requests have roots: ``[num_requests * depths_a_pass, hidden_size]`` of each."""
+        self._streams.keep(names, stream)
+        for name, ids, log_q in zip(names, *self._distributions(normed), strict=True):
+            self._roots[name] = ids, log_q
 
     def nodes(self, request_ids: Sequence[str], parents: Sequence[int], tokens: Sequence[int]) -> Rows:
         """See `DraftModel`: each takes what came out at its parent."""

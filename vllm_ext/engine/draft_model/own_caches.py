@@ -93,7 +93,12 @@ class OwnCaches(DraftPasses):
         return stacked([self._roots[request_id] for request_id in request_ids])
 
     def _pass(
-        self, slots: Any, start: Int32, end: Int32, inputs: Callable[[Any, Int32], Int32]
+        self,
+        slots: Any,
+        start: Int32,
+        end: Int32,
+        inputs: Callable[[Any, Int32], Int32],
+        read_as: Callable[[Any, Int32], Int32] = lambda _, places: places,
     ) -> tuple[Any, Int32]:
         """One pass over stretches of committed tokens, one of a request.
 
@@ -102,6 +107,7 @@ class OwnCaches(DraftPasses):
             start: int32 ``[num_parts]`` the first token of each.
             end: likewise, behind the last.
             inputs: of rows' batch indices and places in their requests, the tokens that the model is given there.
+            read_as: likewise, the places that rows stand for, where it is not the one of their slot.
 
         Returns:
             what the model puts out, and int32 ``[num_parts + 1]`` where each part begins in it.
@@ -109,8 +115,9 @@ class OwnCaches(DraftPasses):
         lengths = end - start
         query_start = starts(lengths)
         owner = np.repeat(np.arange(len(slots)), lengths)
-        positions = offsets(lengths) + start[owner]
-        kv_slots = self._kv_slots(slots[owner], positions)
+        places = offsets(lengths) + start[owner]
+        kv_slots = self._kv_slots(slots[owner], places)
+        positions = read_as(slots[owner], places)
         common = replace(
             self._runner.step_common,
             query_start_loc=self._to(query_start),

@@ -22,7 +22,7 @@ from vllm.forward_context import set_forward_context
 
 from vllm_ext.engine import tree_layers
 from vllm_ext.engine.attention import tree_backend
-from vllm_ext.engine.tree_layout import StepTrees
+from vllm_ext.engine.tree_layout import StepTrees, offsets
 from vllm_ext.kernels.top_k import MAX_K, top_k_ids
 from vllm_ext.kernels.tree_attention import TreeRows
 from vllm_ext.proposers.draft_model import Rows
@@ -38,6 +38,13 @@ class Growth:
     parents: list[int] = field(default_factory=list)  # an earlier node, or -1
     tokens: list[int] = field(default_factory=list)
     depths: list[int] = field(default_factory=list)
+
+    def add(self, parent: int, token: int, depth: int) -> int:
+        """A node more; gives its place among them."""
+        self.parents.append(parent)
+        self.tokens.append(token)
+        self.depths.append(depth)
+        return len(self.parents) - 1
 
 
 class Pass(NamedTuple):
@@ -56,6 +63,8 @@ def stacked(found: Sequence[tuple[Any, Any]]) -> Rows:
 
 class ModelPasses(ABC):
     """A draft model or heads, and their passes. See `vllm_ext.proposers.draft_model.DraftModel`."""
+
+    depths_a_pass = 1  # of a tree, that each pass tells
 
     def __init__(self) -> None:
         self.layers: list[str] = []  # names of the attention layers it runs
@@ -178,41 +187,43 @@ class DraftPasses(ModelPasses):
 
     def _grow(self, request_ids: Sequence[str], parents: Sequence[int], tokens: Sequence[int]) -> Any:
         """Add nodes, those of a request next to each other, and run the model over them: ``[num_nodes, hidden]``."""
-        growing: dict[str, int] = {}  # by request, its nodes before this pass
-        owners: list[Growth] = []
-        places: list[int] = []
+        growing: dict[str, int] = {}
         for request_id, parent, token in zip(request_ids, parents, tokens, strict=True):
             growth = self._growth[request_id]
             growing.setdefault(request_id, len(growth.parents))
-            owners.append(growth)
-            places.append(growth.context + len(growth.parents))
-            growth.depths.append(growth.depths[parent] + 1 if parent >= 0 else 0)
-            growth.parents.append(parent)
-            growth.tokens.append(token)
+            growth.add(parent, token, growth.depths[parent] + 1 if parent >= 0 else 0)
+        return self._pass_over(growing)
+
+    def _pass_over(self, growing: dict[str, int]) -> Any:
+        """Run the model over the nodes that requests have behind so many: ``[num_nodes, hidden]``, by request."""
         requests = [self._growth[request_id] for request_id in growing]
         past = np.array(list(growing.values()), np.int32)
         rows = np.array([len(growth.parents) for growth in requests], np.int32)
-        positions = np.array(
-            [
-                growth.context + depth
-                for growth, before in zip(requests, growing.values(), strict=True)
-                for depth in growth.depths[before:]
-            ],
-            np.int32,
-        )
-        kv_slots = self._kv_slots(np.array([growth.slot for growth in owners]), np.array(places, np.int32))
+        context = np.array([growth.context for growth in requests], np.int32)
+        slots = np.array([growth.slot for growth in requests])
+        owner = np.repeat(np.arange(len(requests)), rows - past)
+
+        def new(of_each: Sequence[list[int]]) -> Int32:
+            return np.array(
+                [n for each, before in zip(of_each, past, strict=True) for n in each[before:]], np.int32
+            )
+
+        kv_slots = self._kv_slots(slots[owner], offsets(rows - past) + (context + past)[owner])
         trees = TreeRows(
-            block_table=self._block_table(np.array([growth.slot for growth in requests])),
+            block_table=self._block_table(slots),
             first_row=self._to(np.cumsum([0, *(rows - past)[:-1]]).astype(np.int32)),
             num_rows=self._to(rows),
             num_past=self._to(past),
-            context_len=self._to(np.array([growth.context for growth in requests], np.int32)),
+            context_len=self._to(context),
             parents=self._to(np.concatenate([np.array(growth.parents, np.int32) for growth in requests])),
             max_rows=int(rows.max()),
         )
         metadata = SimpleNamespace(**{tree_backend.TREES: tree_backend.TreeMetadata(trees, None, None)})
         return self._forward(
-            np.array(tokens, np.int32), positions, kv_slots, dict.fromkeys(self.layers, metadata)
+            new([growth.tokens for growth in requests]),
+            new([growth.depths for growth in requests]) + context[owner],
+            kv_slots,
+            dict.fromkeys(self.layers, metadata),
         )
 
     def _forward(self, tokens: Int32, positions: Int32, kv_slots: torch.Tensor | None, metadata: Any) -> Any:

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""EAGLE and EAGLE-3 heads by vLLM's own classes: whatever its methods ``eagle`` and ``eagle3`` load, loads here."""
+"""EAGLE and EAGLE-3 heads by vLLM's own classes: whatever its methods ``eagle`` and ``eagle3`` load, loads here.
+
+Relatives of EAGLE-3 have classes of ours, which vLLM without us does not know.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,9 @@ import torch
 from pydantic import ValidationError
 from vllm.config import SpeculativeConfig, set_current_vllm_config
 from vllm.logger import init_logger
+from vllm.model_executor.models import ModelRegistry
 
+from vllm_ext.config.head_files import FALCON_BLOCK
 from vllm_ext.data import model_files
 from vllm_ext.engine.models.second_model import weight_bytes
 
@@ -19,6 +24,11 @@ logger = init_logger("vllm.vllm_ext")
 
 FIELD = "speculative_config.model"
 WAY_OUT = "Name a folder that `vllm-ext train heads --kind eagle` has made for this model, or a head published for it."
+# Relatives, by the architecture that their config.json names.
+RELATIVES = {
+    "FalconLlamaForCausalLMEagle3": "vllm.model_executor.models.llama_eagle3:Eagle3LlamaForCausalLM",
+    "FspadLlamaForCausalLMEagle3": "vllm_ext.engine.models.fspad:FspadEagle3",
+}
 HINTS = ("draft_vocab_size", "eagle_config", "eagle_aux_hidden_state_layer_ids")  # of a config of EAGLE-3
 
 
@@ -33,6 +43,8 @@ def vllms_config(vllm_config: Any, name: str) -> Any:
         folder = model_files.snapshot(name)
         config = json.loads((folder / "config.json").read_text())
         architectures = config.get("architectures") or []
+        for each in RELATIVES.keys() & architectures:
+            ModelRegistry.register_model(each, RELATIVES[each])
         third = any("Eagle3" in each for each in architectures) or any(hint in config for hint in HINTS)
         speculation = SpeculativeConfig(
             method="eagle3" if third else "eagle",
@@ -60,6 +72,8 @@ def check(vllm_config: Any, name: str) -> None:
     draft = vllms_config(vllm_config, name).speculative_config.draft_model_config.hf_config
     model = vllm_config.model_config
     text = model.hf_text_config
+    if (block := getattr(draft, FALCON_BLOCK, 1)) not in (1, 2):
+        raise ValueError(f"{FIELD}={name!r}: its {FALCON_BLOCK} is {block}; it must be 1 or 2. {WAY_OUT}")
     for what, own, its in (
         ("hidden_size", getattr(draft, "target_hidden_size", draft.hidden_size), model.get_hidden_size()),
         ("vocab_size", draft.vocab_size, model.get_vocab_size()),

@@ -30,10 +30,15 @@ class NodeStates:
             request_ids: ``[num_rows]`` whose; a request's first row is its root's.
             states: ``[num_rows, width]``.
         """
-        for row, name in enumerate(request_ids, self._num_rows):
+        for row, name in enumerate(request_ids, self.add(states)):
             self._where.setdefault(name, []).append(row)
+
+    def add(self, states: torch.Tensor) -> int:
+        """Rows of whatever: ``[num_rows, width]``; gives the number of the first one."""
+        first = self._num_rows
         self._passes.append(states)
         self._num_rows += len(states)
+        return first
 
     def at(self, request_ids: Sequence[str], nodes: Sequence[int]) -> torch.Tensor:
         """``[num_rows, width]``.
@@ -42,6 +47,9 @@ class NodeStates:
             request_ids: ``[num_rows]`` whose.
             nodes: ``[num_rows]`` places among the nodes asked for; ROOT, which is -1, for the root.
         """
-        rows = [self._where[name][node + 1] for name, node in zip(request_ids, nodes, strict=True)]
+        return self.rows([self._where[name][node + 1] for name, node in zip(request_ids, nodes, strict=True)])
+
+    def rows(self, rows: Sequence[int]) -> torch.Tensor:
+        """``[num_rows, width]`` by the numbers of `add`."""
         states = torch.cat(self._passes)
         return states[torch.tensor(rows, dtype=torch.int64).to(states.device)]

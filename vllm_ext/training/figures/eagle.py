@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -46,14 +47,15 @@ class Grown:
             return whole.view(count, length, *flat.shape[1:])
 
         positions = texts.positions[batch.rows].to(device)
-        inputs = head.inputs(
-            texts.tokens[batch.rows].to(device), head.features(texts.aux[batch.rows].to(device))
-        )
+        tokens = texts.tokens[batch.rows].to(device)
+        inputs = head.inputs(tokens, head.modulated(tokens, head.features(texts.aux[batch.rows].to(device))))
         keys, values = head.keys_values(inputs, head.turns(positions))
         self._keys, self._values = (
             padded(each, batch.row_places, batch.row_length) for each in (keys, values)
         )
-        (output,) = unrolled(head, texts, batch, 1)
+        # Of each block what its rows put out: below the last token, and below nodes.
+        said = [each.roll(-depth, 0) for depth, each in enumerate(unrolled(head, texts, batch, head.block))]
+        output = torch.stack(said, 1)
         self._output = padded(output, batch.query_places, batch.query_length)
         self._positions = padded(positions[batch.queries.to(device)], batch.query_places, batch.query_length)
         self._first = batch.first.to(device)
@@ -63,7 +65,12 @@ class Grown:
         # Of nodes, by text and the order in which they are asked for.
         self._node_keys = keys.new_zeros(count, most_nodes, *keys.shape[1:])
         self._node_values = values.new_zeros(self._node_keys.shape)
-        self._node_output = output.new_zeros(count, most_nodes, output.shape[1])
+        self._node_queries = keys.new_zeros(count, most_nodes, head.num_heads, head.head_dim)
+        self._node_output = output.new_zeros(count, most_nodes, *output.shape[1:])
+        self._node_features = output.new_zeros(count, most_nodes, head.config["hidden_size"])
+        # The node that ends the last whole block of its path; or ROOT.
+        self._block = torch.zeros(count, most_nodes, dtype=torch.long, device=device)
+        self._parent = torch.zeros_like(self._block)
         self._path = torch.zeros(count, most_nodes, most_nodes, dtype=torch.bool, device=device)
         self._num_nodes = [0] * count
 
@@ -72,13 +79,12 @@ class Grown:
         texts = torch.tensor([int(request) for request in request_ids], device=self.places.device)
         for text in texts.tolist():
             self._num_nodes[text] = 0
-        return self._rows(self._output[texts, self.places[texts]])
+        return self._rows(self._output[texts, self.places[texts], 0])
 
     def nodes(self, request_ids: Sequence[str], parents: Sequence[int], tokens: Sequence[int]) -> Rows:
         """See `DraftModel.nodes`."""
         head, device = self._head, self.places.device
         numbers = [int(request) for request in request_ids]
-        before = list(self._num_nodes)
         nodes = []
         for text in numbers:
             nodes.append(self._num_nodes[text])
@@ -87,40 +93,68 @@ class Grown:
         of_root = parent == ROOT
         self._path[texts, node] = self._path[texts, parent.clamp(min=0)] & ~of_root[:, None]
         self._path[texts, node, node] = True
-        at = self.places[texts]
-        features = torch.where(
-            of_root[:, None], self._output[texts, at], self._node_output[texts, parent.clamp(min=0)]
-        )
-        turns = head.turns(self._positions[texts, at] + self._path[texts, node].sum(1))
-        inputs = head.inputs(torch.tensor(tokens, device=device), features)
+        block = head.block
+        depth = self._path[texts, node].sum(1)
+        above = torch.where(of_root, ROOT, self._block[texts, parent.clamp(min=0)])
+        came = torch.tensor(tokens, device=device)
+        features = head.modulated(came, head.handed_on(self._said(texts, above, (depth - 1) % block)))
+        self._node_features[texts, node] = features.to(self._node_features)
+        self._parent[texts, node] = parent
+        self._block[texts, node] = torch.where(depth % block == 0, node, above)
+        turns = head.turns(self._positions[texts, self.places[texts]] + depth)
+        inputs = head.inputs(came, features)
         self._node_keys[texts, node], self._node_values[texts, node] = head.keys_values(inputs, turns)
+        self._node_queries[texts, node] = head.queries(inputs, turns)
+        ends = depth % block == 0
+        if ends.any():
+            self._end_blocks(texts[ends], node[ends])
+        return self._rows(self._said(texts, self._block[texts, node], depth % block))
+
+    def _said(self, texts: torch.Tensor, ends: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """``[num_nodes, size]`` that rows of the blocks that end with these nodes put out."""
+        of_root = (ends == ROOT)[:, None]
+        at_root = self._output[texts, self.places[texts], rows]
+        return torch.where(of_root, at_root, self._node_output[texts, ends.clamp(min=0), rows])
+
+    def _end_blocks(self, texts: torch.Tensor, ends: torch.Tensor) -> None:
+        """Run the rows of the blocks that end with these nodes; all see the whole block."""
+        head, device = self._head, self.places.device
+        members = [ends]  # the last row first
+        while len(members) < head.block:
+            members.append(self._parent[texts, members[-1]])
+        numbers = texts.tolist() * head.block
         # As many rows of each text as of the one that has most: padding, to read a text's keys once.
         few = sorted(set(numbers))
         lines = {text: line for line, text in enumerate(few)}
-        width = max(self._num_nodes[text] - before[text] for text in few)
-        line = torch.tensor([lines[text] for text in numbers], device=device)
-        column = node - torch.tensor([before[text] for text in numbers], device=device)
-        some = torch.tensor(few, device=device)
-        own = head.queries(inputs, turns)
-        query = own.new_zeros(len(few), width, *own.shape[1:])
-        query[line, column] = own
+        taken = dict.fromkeys(few, 0)
+        columns = []
+        for text in numbers:
+            columns.append(taken[text])
+            taken[text] += 1
+        line, column = (torch.tensor(each, device=device) for each in ([lines[t] for t in numbers], columns))
+        some, of_text, member = torch.tensor(few, device=device), texts.repeat(head.block), torch.cat(members)
+        query = self._keys.new_zeros(len(few), max(taken.values()), *self._node_queries.shape[2:])
+        query[line, column] = self._node_queries[of_text, member].to(query.dtype)
         length = self._keys.shape[1]
-        seen = torch.ones(len(few), width, length + self._path.shape[1], dtype=torch.bool, device=device)
+        seen = query.new_full((*query.shape[:2], length + self._path.shape[1]), -torch.inf)
         context = torch.arange(length, device=device) <= (self._first + self.places)[some, None]
-        seen[:, :, :length] = context[:, None]
-        seen[line, column, length:] = self._path[texts, node]
-        keys = torch.cat([self._keys[some], self._node_keys[some]], 1)
-        values = torch.cat([self._values[some], self._node_values[some]], 1)
+        seen[:, :, :length] = torch.where(context, 0.0, -torch.inf)[:, None]
+        path = torch.where(self._path[texts, ends], 0.0, -torch.inf).to(seen.dtype).repeat(head.block, 1)
+        # A row that is read again sees its own key twice.
+        path[torch.arange(len(ends), len(path), device=device), member[len(ends) :]] += math.log(2.0)
+        seen[line, column, length:] = path
         attended = scaled_dot_product_attention(
             query.transpose(1, 2),
-            keys.transpose(1, 2),
-            values.transpose(1, 2),
+            torch.cat([self._keys[some], self._node_keys[some]], 1).transpose(1, 2),
+            torch.cat([self._values[some], self._node_values[some]], 1).transpose(1, 2),
             attn_mask=seen[:, None],
             enable_gqa=True,
         )
-        output = head.output(features, attended.transpose(1, 2)[line, column].flatten(1))
-        self._node_output[texts, node] = output
-        return self._rows(output)
+        output = head.output(
+            self._node_features[of_text, member], attended.transpose(1, 2)[line, column].flatten(1)
+        )
+        for number, own in enumerate(output.chunk(head.block)):
+            self._node_output[texts, ends, head.block - 1 - number] = own
 
     def _rows(self, output: torch.Tensor) -> Rows:
         best = self._head.logits(output).log_softmax(1).topk(min(RANKS, len(self._head.d2t)), 1)

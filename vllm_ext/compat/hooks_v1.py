@@ -20,6 +20,12 @@ HIDDEN_STATE_HOOKS = (
         ("self", "layers"),
         "keeps hidden states of chosen layers",
     ),
+    Hook(
+        "vllm.model_executor.models.llama_eagle3",
+        "Eagle3LlamaForCausalLM.forward",
+        ("self", "input_ids", "positions", "hidden_states", "inputs_embeds"),
+        "passes of EAGLE-3's head, and of its relatives",
+    ),
 )
 LAYER_HOOKS = (
     *(

@@ -45,10 +45,10 @@ def cycle(model_dir: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[str
         ("token", "hybrid", 0),
         ("feature", "eagle_tree", 1),
         ("sampling", "eagle_tree", 0),
-        ("sampling", "eagle_tree", 1),
+        pytest.param("sampling", "eagle_tree", 1, marks=pytest.mark.slow),
         ("blocks", "eagle_tree", 0),
-        ("blocks", "hybrid", 0),
-        ("blocks", "eagle_tree", 1),
+        pytest.param("blocks", "hybrid", 0, marks=pytest.mark.slow),
+        pytest.param("blocks", "eagle_tree", 1, marks=pytest.mark.slow),
         ("first", "eagle_tree", 0),
     ],
 )

@@ -58,6 +58,7 @@ def random_eagle(v2_dir: str, v2_plain: Any, tmp_path_factory: pytest.TempPathFa
     [
         pytest.param("token", 4, marks=pytest.mark.quick),
         ("feature", 1),
+        ("sampling", 4),
         ("late", 1),
         ("first", 4),
         pytest.param("medusa", 4, marks=pytest.mark.quick),
@@ -92,7 +93,7 @@ def test_a_head_that_knows_everything(
         case "first":
             given = method(tiny_eagle.first(head, target), nodes=depth)
         case _:
-            by = "token" if kind == "token" else "feature"
+            by = kind if kind in ("token", "sampling") else "feature"
             given = method(tiny_eagle.knowing(head, target, after, by, int(kind == "late")), nodes=depth)
     llm = v2_engine(folder, given)
     texts = [[3], list(range(5, 60)), [9] * 130, [700, 20]]  # of one chunk and of several

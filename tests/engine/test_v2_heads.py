@@ -212,8 +212,8 @@ def test_rows_see_what_they_should(
         batch[:] = [input_batch]
         take(input_batch, step)
 
-    def finding(number: int, hidden: torch.Tensor) -> Any:
-        assert number == 1
+    def finding(hidden: torch.Tensor) -> Any:
+        assert len(hidden) == 1
         slot = int(batch[0].idx_mapping_np[0])
         done = int(batch[0].num_computed_tokens_np[0] + batch[0].num_scheduled_tokens[0])
         complete = done >= batch[0].prefill_len_np[0]
@@ -230,7 +230,7 @@ def test_rows_see_what_they_should(
         assert torch.allclose(logits, passes._logits(hidden)[0], atol=2e-3, rtol=2e-3)
         after_root[:] = [hidden[0, size:].clone()]
         compared[0] += 1
-        return found(number, hidden)
+        return found(hidden)
 
     def asking(texts: Any, room: Any, ids: torch.Tensor, parents: torch.Tensor, past: int) -> Any:
         seen.clear()

@@ -20,6 +20,19 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
+class Given:
+    """What a kind makes its heads of."""
+
+    model: Any  # the target, of transformers
+    shape: dict[str, Any]  # of `Kind.shape`
+    folder: Path  # of the target
+    learnt: Sequence[Answer]
+    held_out: Sequence[Answer]
+    tokens: int  # of answers, at most
+    report: Progress
+
+
+@dataclass(frozen=True)
 class Trainable:
     """Heads, and the answers that the target has read for them."""
 
@@ -42,8 +55,7 @@ class Kind:
     learning_rate: float
     # Of the target's folder, the vocabulary and the options: the shape, of JSON's types.
     shape: Callable[[Path, int, dict[str, Any]], dict[str, Any]]
-    # Of the target, of transformers, and the shape.
-    prepare: Callable[..., Trainable]
+    prepare: Callable[[Given], Trainable]
 
 
 def kind_of(name: str, options: dict[str, Any]) -> tuple[Kind, dict[str, Any]]:
@@ -85,67 +97,45 @@ class _LastStates:
         return len(self.learnt.hidden), bool(self.test.greedy.any())
 
 
-def _last_states(
-    model: Any,
-    num_rows: int,
-    learnt: Sequence[Answer],
-    held_out: Sequence[Answer],
-    tokens: int,
-    report: Progress,
-) -> _LastStates:
+def _last_states(given: Given) -> _LastStates:
     from vllm_ext.training import medusa
 
-    texts = medusa.read(model, learnt, tokens, report)
-    test = medusa.read(model, held_out, tokens, report)
+    model, num_rows = given.model, given.shape["num_rows"]
+    texts = medusa.read(model, given.learnt, given.tokens, given.report)
+    test = medusa.read(model, given.held_out, given.tokens, given.report)
     vocab_size = model.config.get_text_config().vocab_size
     return _LastStates(texts, test, medusa.frequent(texts.top_ids, texts.top_logp, vocab_size, num_rows))
 
 
-def _medusa(
-    model: Any,
-    shape: dict[str, Any],
-    folder: Path,
-    learnt: Sequence[Answer],
-    held_out: Sequence[Answer],
-    tokens: int,
-    report: Progress,
-) -> Trainable:
+def _medusa(given: Given) -> Trainable:
     from vllm_ext.training import medusa
     from vllm_ext.training.figures.medusa import figures
 
-    read = _last_states(model, shape["num_rows"], learnt, held_out, tokens, report)
+    model, read = given.model, _last_states(given)
     vocab_size = model.config.get_text_config().vocab_size
     weight = model.get_output_embeddings().weight.detach()[read.token_map].float()
-    heads = medusa.Heads(medusa.MedusaShape(**shape), weight).to(weight.device)
+    heads = medusa.Heads(medusa.MedusaShape(**given.shape), weight).to(weight.device)
     return Trainable(
         sum(parameter.numel() for parameter in heads.parameters()),
         *read.numbers,
         partial(medusa.train, heads, read.learnt, read.token_map),
         partial(figures, heads, read.test, read.token_map),
-        partial(medusa.save, heads, read.token_map, vocab_size, dtype_of(folder)),
+        partial(medusa.save, heads, read.token_map, vocab_size, dtype_of(given.folder)),
     )
 
 
-def _clover(
-    model: Any,
-    shape: dict[str, Any],
-    folder: Path,
-    learnt: Sequence[Answer],
-    held_out: Sequence[Answer],
-    tokens: int,
-    report: Progress,
-) -> Trainable:
+def _clover(given: Given) -> Trainable:
     from vllm_ext.training import clover, medusa
     from vllm_ext.training.figures.clover import figures
 
-    read = _last_states(model, shape["num_rows"], learnt, held_out, tokens, report)
-    heads = clover.begun(model, clover.Sizes(**shape), read.token_map, read.learnt)
+    read = _last_states(given)
+    heads = clover.begun(given.model, clover.Sizes(**given.shape), read.token_map, read.learnt)
     return Trainable(
         sum(parameter.numel() for parameter in heads.parameters()),
         *read.numbers,
         partial(medusa.train, heads, read.learnt, read.token_map),
         partial(figures, heads, read.test),
-        partial(clover.save, heads, dtype_of(folder)),
+        partial(clover.save, heads, dtype_of(given.folder)),
     )
 
 
@@ -161,16 +151,7 @@ def _eagle_shape(folder: Path, vocabulary: int, options: dict[str, Any]) -> dict
     return {**options, "aux_layers": layers, "num_rows": vocabulary}
 
 
-def _eagle(
-    name: str,
-    model: Any,
-    shape: dict[str, Any],
-    folder: Path,
-    learnt: Sequence[Answer],
-    held_out: Sequence[Answer],
-    tokens: int,
-    report: Progress,
-) -> Trainable:
+def _eagle(name: str, given: Given) -> Trainable:
     from vllm_ext.training import eagle, eagle_texts, eagle_training
     from vllm_ext.training.eagle_relatives import falcon, fspad
     from vllm_ext.training.figures.eagle import figures
@@ -180,15 +161,16 @@ def _eagle(
         "falcon": falcon.FalconHead,
         "fspad": fspad.FspadHead,
     }
-    own = {name: value for name, value in shape.items() if name != "num_passes"}
-    texts = eagle_texts.read(model, own["aux_layers"], learnt, tokens, report)
-    test = eagle_texts.read(model, own["aux_layers"], held_out, tokens, report)
-    head = eagle.begun(model, eagle.EagleShape(**own), texts.frequent, dtype_of(folder), kinds[name])
+    own = {name: value for name, value in given.shape.items() if name != "num_passes"}
+    texts = eagle_texts.read(given.model, own["aux_layers"], given.learnt, given.tokens, given.report)
+    test = eagle_texts.read(given.model, own["aux_layers"], given.held_out, given.tokens, given.report)
+    dtype = dtype_of(given.folder)
+    head = eagle.begun(given.model, eagle.EagleShape(**own), texts.frequent, dtype, kinds[name])
     return Trainable(
         sum(parameter.numel() for parameter in head.parameters()),
         len(texts.top_ids),
         bool(test.greedy.any()),
-        partial(eagle_training.train, head, texts, shape["num_passes"]),
+        partial(eagle_training.train, head, texts, given.shape["num_passes"]),
         partial(figures, head, test),
         partial(eagle.save, head),
     )
@@ -198,22 +180,15 @@ def _ppd_shape(folder: Path, vocabulary: int, options: dict[str, Any]) -> dict[s
     return dict(options)
 
 
-def _ppd(
-    model: Any,
-    shape: dict[str, Any],
-    folder: Path,
-    learnt: Sequence[Answer],
-    held_out: Sequence[Answer],
-    tokens: int,
-    report: Progress,
-) -> Trainable:
+def _ppd(given: Given) -> Trainable:
     from vllm_ext.training import ppd
     from vllm_ext.training.draft_model import Recipe
     from vllm_ext.training.figures.common import MOST_TOKENS
     from vllm_ext.training.figures.ppd import figures
 
-    texts = ppd.readable(learnt, tokens)
-    prompts = ppd.Prompts(model, shape["prompt_tokens"], Recipe().seed)
+    model, held_out = given.model, given.held_out
+    texts = ppd.readable(given.learnt, given.tokens)
+    prompts = ppd.Prompts(model, given.shape["prompt_tokens"], Recipe().seed)
 
     def worth(sizes: Sequence[int], most: int = MOST_TOKENS) -> HeadFigures:
         return figures(model, prompts, held_out, sizes, Recipe().max_length, most)
@@ -224,7 +199,7 @@ def _ppd(
         any(answer.is_greedy for answer in held_out),
         partial(ppd.train, model, prompts, texts),
         worth,
-        partial(ppd.save, prompts, model.get_output_embeddings().weight.shape[0], dtype_of(folder)),
+        partial(ppd.save, prompts, model.get_output_embeddings().weight.shape[0], dtype_of(given.folder)),
     )
 
 

@@ -27,7 +27,7 @@ from vllm_ext.cli.train.common import (
     causal_model,
     chosen_device,
 )
-from vllm_ext.cli.train.head_kinds import kind_of
+from vllm_ext.cli.train.head_kinds import Given, kind_of
 from vllm_ext.training.sources import Source, same_settings
 
 SIZES = (4, 8, 16)  # nodes of trees in the figures
@@ -129,7 +129,9 @@ def heads_command(
             given = source.answers(work, {"max_num_seqs": max_num_seqs, "dtype": dtype}, report, verbose)
             learnt, held_out = split(given, recipe)
             model = causal_model(folder, chosen_device(device), dtype)
-            heads = chosen.prepare(model, shape, folder, shuffled(learnt, seed), held_out, tokens, report)
+            heads = chosen.prepare(
+                Given(model, shape, folder, shuffled(learnt, seed), held_out, tokens, report)
+            )
             del model
 
             def worth() -> float:

@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from vllm_ext.engine.draft_model.passes import forward_context
 from vllm_ext.engine.draft_model.self_speculation import SelfDraft, attention_names
 from vllm_ext.engine.models.exit_heads import Head
 from vllm_ext.engine.models.layer_slices import LayerSlice
@@ -252,7 +253,7 @@ class EarlyExit(SelfDraft):
         shape = rows, model.get_hidden_size()
         hidden: Any = torch.randn(shape, dtype=model.dtype, device=self._runner.device)
         positions = self._to(np.zeros(rows, np.int64))
-        with self._context(rows, None, None):
+        with forward_context(self.config, self.layers, rows, None, None):
             for piece in self._pieces[self.choice + 1 :]:
                 normed, hidden = piece(positions, hidden=hidden)
         return normed

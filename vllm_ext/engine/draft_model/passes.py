@@ -228,17 +228,8 @@ class DraftPasses(ModelPasses):
 
     def _forward(self, tokens: Int32, positions: Int32, kv_slots: torch.Tensor | None, metadata: Any) -> Any:
         """``[num_rows, hidden]``, what the head wants; without slots and metadata nothing is written or attended."""
-        with self._context(len(tokens), kv_slots, metadata):
+        with forward_context(self.config, self.layers, len(tokens), kv_slots, metadata):
             return self._run(self._to(tokens.astype(np.int32)), self._to(positions.astype(np.int64)))
-
-    @contextmanager
-    def _context(self, num_rows: int, kv_slots: torch.Tensor | None, metadata: Any) -> Iterator[None]:
-        slot_mapping = dict.fromkeys(self.layers, kv_slots) if kv_slots is not None else {}
-        with (
-            torch.inference_mode(),
-            set_forward_context(metadata, self.config, num_tokens=num_rows, slot_mapping=slot_mapping),
-        ):
-            yield
 
     @abstractmethod
     def _run(self, tokens: torch.Tensor, positions: torch.Tensor) -> Any:
@@ -280,3 +271,24 @@ class DraftPasses(ModelPasses):
 
     def _to(self, array: Any) -> torch.Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(self._runner.device)
+
+
+@contextmanager
+def forward_context(
+    config: Any, layers: Sequence[str], num_rows: int, kv_slots: torch.Tensor | None, metadata: Any
+) -> Iterator[None]:
+    """vLLM's, of a pass of a model that drafts; without slots and metadata nothing is written or attended.
+
+    Args:
+        config: vLLM's, of that model.
+        layers: names of its attention layers.
+        num_rows: of the pass.
+        kv_slots: int64 ``[num_rows]``.
+        metadata: by layer.
+    """
+    slot_mapping = dict.fromkeys(layers, kv_slots) if kv_slots is not None else {}
+    with (
+        torch.inference_mode(),
+        set_forward_context(metadata, config, num_tokens=num_rows, slot_mapping=slot_mapping),
+    ):
+        yield

@@ -120,14 +120,14 @@ class EagleOnDevice(ReadingPasses):
         step, offset = self._step, place
         if step.path is not None:
             most = step.path.shape[1] - 1
-            drafted = self.to_device(~np.asarray(input_batch.is_prefilling_np), torch.bool)
+            # Of prompts the path is its own places.
             along = step.path[whose, place.clamp(max=most)].long()
-            offset = torch.where(drafted[whose] & (place <= most), along, place)
+            offset = torch.where(place <= most, along, place)
         row = input_batch.query_start_loc[whose].long() + offset
         self._features = self._head.features(torch.cat([hidden[row] for hidden in self._sources], 1))
 
-    def _found(self, number: int, hidden: torch.Tensor) -> Likeliest:
-        self._rows.roots[:number] = hidden[:, self._head.hidden_size :]
+    def _found(self, hidden: torch.Tensor) -> Likeliest:
+        self._rows.roots[: len(hidden)] = hidden[:, self._head.hidden_size :]
         return self._likeliest(hidden)
 
     def room(self, texts: Texts, widths: Sequence[int]) -> Room:
@@ -142,7 +142,7 @@ class EagleOnDevice(ReadingPasses):
         self._features = self._rows.above(parents, past)
         before = texts._replace(lengths=texts.lengths - 1)
         hidden = self._below(before, room, tokens, parents, past)
-        self._rows.add(hidden[:, self._head.hidden_size :], texts.number)
+        self._rows.add(hidden[:, self._head.hidden_size :])
         return self._likeliest(hidden)
 
     def dummy(self, num_tokens: int) -> None:

@@ -172,7 +172,7 @@ class CloverOnDevice(LastRowsOnDevice):
         with torch.inference_mode():
             above = self._rows.above(parents, past)
             states = self._heads.following(above, self._embeds(tokens.flatten()))
-            self._rows.add(states, texts.number)
+            self._rows.add(states)
             return self._of_logits(self._heads.logits(states))
 
     def _embeds(self, tokens: torch.Tensor) -> torch.Tensor:

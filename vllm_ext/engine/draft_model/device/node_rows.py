@@ -27,6 +27,6 @@ class NodeRows:
         places = (parents[:, past:] + 1).long()[..., None].expand(-1, -1, self.roots.shape[1])
         return torch.cat(self._by_depth, 1).gather(1, places).flatten(0, 1)
 
-    def add(self, rows: torch.Tensor, number: int) -> None:
-        """What came out at the nodes of the next depth, ``[requests * width, size]`` of so many requests."""
-        self._by_depth.append(rows.view(number, -1, self.roots.shape[1]))
+    def add(self, rows: torch.Tensor) -> None:
+        """What came out at the nodes of the next depth, ``[requests * width, size]``."""
+        self._by_depth.append(rows.view(len(self._by_depth[0]), -1, self.roots.shape[1]))

@@ -9,18 +9,17 @@ tokens before the tree, its ancestors and itself.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from vllm.forward_context import set_forward_context
 from vllm.utils.torch_utils import async_tensor_h2d
 
 from vllm_ext.engine import tree_layers
 from vllm_ext.engine.attention import tree_backend
+from vllm_ext.engine.draft_model.passes import forward_context
 from vllm_ext.kernels.backends import Backend
 from vllm_ext.kernels.top_k import MAX_K, top_k_ids
 from vllm_ext.kernels.tree_attention import TreeRows
@@ -288,7 +287,7 @@ class DevicePasses(ABC):
         """``[rows, hidden]``; without slots and metadata nothing is written or attended."""
         known = torch.where(tokens < self.vocab_size, tokens, 0).to(torch.int32)
         positions = positions.clamp(max=self._max_model_len - 1)
-        with self._context(len(tokens), kv_slots, metadata):
+        with forward_context(self.config, self.layers, len(tokens), kv_slots, metadata):
             return self._run(known, positions)
 
     @abstractmethod
@@ -298,15 +297,6 @@ class DevicePasses(ABC):
     @abstractmethod
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """``[rows, vocab]``."""
-
-    @contextmanager
-    def _context(self, num_rows: int, kv_slots: torch.Tensor | None, metadata: Any) -> Iterator[None]:
-        slot_mapping = dict.fromkeys(self.layers, kv_slots) if kv_slots is not None else {}
-        with (
-            torch.inference_mode(),
-            set_forward_context(metadata, self.config, num_tokens=num_rows, slot_mapping=slot_mapping),
-        ):
-            yield
 
     def _likeliest(self, hidden: torch.Tensor) -> Likeliest:
         parts = [self._of_some(part) for part in torch.split(hidden, MOST_LOGITS)]

@@ -71,8 +71,8 @@ class ReadingPasses(DevicePasses):
             place: int64 ``[rows]`` of each request's rows the how manieth it is.
         """
 
-    def _found(self, number: int, hidden: torch.Tensor) -> Likeliest:
-        """The distributions after the last tokens of so many requests; ``[requests, hidden]``."""
+    def _found(self, hidden: torch.Tensor) -> Likeliest:
+        """The distributions after the requests' last tokens; ``[requests, hidden]``."""
         return self._likeliest(hidden)
 
     def read_last(self, texts: Texts, most_new: int) -> Likeliest:
@@ -91,7 +91,7 @@ class ReadingPasses(DevicePasses):
         room = super().room(begin, [1] * most_new)
         rows = self._below(begin, room, tokens, parents, 0).view(number, most_new, -1)
         last = (end - 1 - first).long()[:, None, None]
-        return self._found(number, rows.gather(1, last.expand(-1, 1, rows.shape[2]))[:, 0])
+        return self._found(rows.gather(1, last.expand(-1, 1, rows.shape[2]))[:, 0])
 
     def read(self, input_batch: Any, texts: Texts, most_new: int, behind: Any) -> Likeliest:
         """See `DevicePasses`: prompts too, by the chunks of vLLM's step."""
@@ -120,7 +120,7 @@ class ReadingPasses(DevicePasses):
             for lot in packed(parts, self._limit)
         ]
         rows = query_start[:-1] + (end - 1 - first).clamp(min=0)
-        return self._found(number, torch.cat(hidden)[rows])
+        return self._found(torch.cat(hidden)[rows])
 
     def _read_some(
         self,

@@ -250,6 +250,14 @@ def v2_attention(backend: str) -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
+def cycle(model_dir: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Any]:
+    """See `tiny_heads.successors`: a target, and its tokens' successors."""
+    import tiny_heads
+
+    return tiny_heads.successors(tmp_path_factory.mktemp("cycle"), Path(model_dir))
+
+
+@pytest.fixture(scope="session")
 def v2_dir(model_dir: str, tmp_path_factory: pytest.TempPathFactory) -> str:
     """Two layers of the model and few tokens: the interpreter takes a logits row in blocks."""
     if os.environ.get("TRITON_INTERPRET") != "1":

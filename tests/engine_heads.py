@@ -11,9 +11,10 @@ import tiny_clover
 import tiny_eagle
 import tiny_heads
 import torch
+from conftest import engine
 from distribution import SAMPLES, distort, expected, least_p_value, p_value, sample
 from helpers import assert_same_outputs, generate, long_and_short_prompts, preemptions
-from tiny_heads import KINDS
+from tiny_heads import KINDS, OPTIONS
 from v2_requests import counters
 from vllm import SamplingParams
 
@@ -40,6 +41,49 @@ def assert_cycle(prompts: Sequence[list[int]], answers: Sequence[Sequence[int]],
         for each in answer:
             token = int(after[token])
             assert each == token
+
+
+def assert_knows_everything(
+    folder: str,
+    after: torch.Tensor,
+    config: dict[str, Any],
+    nodes: int,
+    late: int,
+    shortest: Sequence[int] = (3,),
+) -> None:
+    """All that heads draft is accepted, where they know the successors; of those that are late nothing is.
+
+    Args:
+        folder: of `tiny_heads.successors`.
+        after: its successors.
+        config: vLLM's ``speculative_config``, with chains of so many nodes.
+        nodes: of a draft.
+        late: 0 for heads that know them.
+        shortest: the shortest prompt.
+    """
+    prompts = [[*shortest], list(range(5, 60)), [9] * 130, [700, 20]]
+    params = SamplingParams(temperature=0, max_tokens=101, ignore_eos=True)
+    for llm in engine(folder, config, **OPTIONS, max_num_batched_tokens=64):
+        answers = generate(llm, prompts, [params] * 4)
+        totals = counters(llm)
+    assert_cycle(prompts, answers, after)
+    drafted, accepted, steps = (
+        totals[f"spec_{name}"] for name in ("draft_tokens", "accepted_tokens", "steps")
+    )
+    assert totals["fallbacks:proposer_error"] == totals["fallbacks:hidden_states_missing"] == 0
+    if late:
+        assert accepted == 0 < drafted
+    else:
+        # 100 tokens behind the prompt's first, each of so many nodes with one of the target's own.
+        assert drafted == accepted == 4 * (100 - 100 // (nodes + 1))
+        assert steps == 4 * (1 + 100 // (nodes + 1))
+
+
+def fused(config: dict[str, Any], *others: str) -> dict[str, Any]:
+    """A method of heads as a drafter of a hybrid, before others."""
+    head = {"method": config["method"], "model": config["model"]}
+    rest = {name: value for name, value in config.items() if name not in head}
+    return {**rest, "method": "hybrid", "drafters": [head, *others]}
 
 
 def assert_plains(plain: Any, drafting: Any) -> None:

@@ -8,6 +8,7 @@ import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -153,3 +154,9 @@ def knowing(
     embeddings = load_file(target / "model.safetensors")["model.embed_tokens.weight"]
     heads = [naming(embeddings, after, depth + 2 + late) for depth in range(num_heads)]
     return write(folder, heads, [torch.zeros(WIDTH, WIDTH) for _ in heads])
+
+
+def of_target(width: int, vocab: int) -> Any:
+    """Of a VllmConfig what heads are checked against: a target's sizes."""
+    model = SimpleNamespace(model="target", get_hidden_size=lambda: width, get_vocab_size=lambda: vocab)
+    return SimpleNamespace(model_config=model)

@@ -9,25 +9,16 @@ from typing import Any
 
 import pytest
 import tiny_clover
-import tiny_heads
 from conftest import engine
 from distribution import BLOCK_SIZE
-from engine_heads import assert_cycle, assert_plains, assert_plains_distribution
-from helpers import generate
-from tiny_heads import OPTIONS
+from engine_heads import assert_knows_everything, assert_plains, assert_plains_distribution, fused
 from v2_requests import counters
-from vllm import SamplingParams
 
 pytestmark = pytest.mark.engine
 
 
 def clover(model: str, nodes: int = 12) -> dict[str, Any]:
     return {"method": "clover_tree", "model": model, "num_speculative_tokens": nodes, "budget": "fixed"}
-
-
-@pytest.fixture(scope="module")
-def cycle(model_dir: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Any]:
-    return tiny_heads.successors(tmp_path_factory.mktemp("cycle"), Path(model_dir))
 
 
 @pytest.mark.parametrize(
@@ -46,25 +37,10 @@ def test_heads_that_know_everything(
     folder, after = cycle
     heads = tiny_clover.knowing(tmp_path / "heads", Path(folder), after, by, late)
     nodes = 1 if by == "hidden" else 4
-    prompts = [[3], list(range(5, 60)), [9] * 130, [700, 20]]
-    params = SamplingParams(temperature=0, max_tokens=101, ignore_eos=True)
     config = clover(heads, nodes)
     if method == "hybrid":
-        drafters = [{"method": "clover_tree", "model": config.pop("model")}, "suffix_tree"]
-        config |= {"method": method, "drafters": drafters}
-    for llm in engine(folder, config, **OPTIONS, max_num_batched_tokens=64):
-        answers = generate(llm, prompts, [params] * 4)
-        totals = counters(llm)
-    assert_cycle(prompts, answers, after)
-    drafted, accepted, steps = (
-        totals[f"spec_{name}"] for name in ("draft_tokens", "accepted_tokens", "steps")
-    )
-    assert totals["fallbacks:proposer_error"] == 0
-    if late:
-        assert accepted == 0 < drafted
-    else:
-        assert drafted == accepted == 4 * (100 - 100 // (nodes + 1))
-        assert steps == 4 * (1 + 100 // (nodes + 1))
+        config = fused(config, "suffix_tree")
+    assert_knows_everything(folder, after, config, nodes, late)
 
 
 @pytest.fixture(scope="module")

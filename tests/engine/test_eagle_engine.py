@@ -10,14 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 import tiny_eagle
-import tiny_heads
 from conftest import engine
 from distribution import BLOCK_SIZE
-from engine_heads import assert_cycle, assert_plains, assert_plains_distribution
-from helpers import generate
-from tiny_heads import OPTIONS
+from engine_heads import assert_knows_everything, assert_plains, assert_plains_distribution, fused
 from v2_requests import counters
-from vllm import SamplingParams
 
 pytestmark = pytest.mark.engine
 
@@ -30,11 +26,6 @@ def eagle(model: str, nodes: int = 12, **options: Any) -> dict[str, Any]:
         "budget": "fixed",
         **options,
     }
-
-
-@pytest.fixture(scope="module")
-def cycle(model_dir: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Any]:
-    return tiny_heads.successors(tmp_path_factory.mktemp("cycle"), Path(model_dir))
 
 
 @pytest.mark.parametrize(
@@ -62,26 +53,12 @@ def test_a_head_that_knows_everything(
     else:
         head = tiny_eagle.knowing(tmp_path / "head", Path(folder), after, by, late)
     nodes = 1 if by == "feature" else 4
-    # Before a text's only row there is none that a block could begin with.
-    prompts = [[3] * (2 if by == "blocks" else 1), list(range(5, 60)), [9] * 130, [700, 20]]
-    params = SamplingParams(temperature=0, max_tokens=101, ignore_eos=True)
     config = eagle(head, nodes)
     if method == "hybrid":
-        config = eagle("", nodes) | {"method": method, "drafters": [{"method": "eagle_tree", "model": head}]}
-        del config["model"]
-    for llm in engine(folder, config, **OPTIONS, max_num_batched_tokens=64):
-        answers = generate(llm, prompts, [params] * 4)
-        totals = counters(llm)
-    assert_cycle(prompts, answers, after)
-    drafted, accepted, steps = (
-        totals[f"spec_{name}"] for name in ("draft_tokens", "accepted_tokens", "steps")
-    )
-    assert totals["fallbacks:proposer_error"] == totals["fallbacks:hidden_states_missing"] == 0
-    if late:
-        assert accepted == 0 < drafted
-    else:
-        assert drafted == accepted == 4 * (100 - 100 // (nodes + 1))
-        assert steps == 4 * (1 + 100 // (nodes + 1))
+        config = fused(config)
+    # Before a text's only row there is none that a block could begin with.
+    shortest = [3] * (2 if by == "blocks" else 1)
+    assert_knows_everything(folder, after, config, nodes, late, shortest)
 
 
 @pytest.fixture(

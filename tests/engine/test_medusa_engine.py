@@ -11,22 +11,14 @@ import pytest
 import tiny_heads
 from conftest import engine
 from distribution import BLOCK_SIZE
-from engine_heads import assert_cycle, assert_plains, assert_plains_distribution
-from helpers import generate
-from tiny_heads import OPTIONS
+from engine_heads import assert_knows_everything, assert_plains, assert_plains_distribution, fused
 from v2_requests import counters
-from vllm import SamplingParams
 
 pytestmark = pytest.mark.engine
 
 
 def medusa(model: str, nodes: int = 12, budget: str = "fixed") -> dict[str, Any]:
     return {"method": "medusa_tree", "model": model, "num_speculative_tokens": nodes, "budget": budget}
-
-
-@pytest.fixture(scope="module")
-def cycle(model_dir: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Any]:
-    return tiny_heads.successors(tmp_path_factory.mktemp("cycle"), Path(model_dir))
 
 
 @pytest.mark.parametrize(
@@ -37,25 +29,10 @@ def test_heads_that_know_everything(cycle: tuple[str, Any], tmp_path: Path, meth
     """All that they draft is accepted, fused or alone; a row, a depth or a token beside it, and nothing is."""
     folder, after = cycle
     heads = tiny_heads.knowing(tmp_path / "heads", Path(folder), after, late=late)
-    prompts = [[3], list(range(5, 60)), [9] * 130, [700, 20]]
-    params = SamplingParams(temperature=0, max_tokens=101, ignore_eos=True)
     config = medusa(heads, 4)
     if method == "hybrid":
-        drafters = [{"method": "medusa_tree", "model": config.pop("model")}, "suffix_tree"]
-        config |= {"method": method, "drafters": drafters}
-    for llm in engine(folder, config, **OPTIONS, max_num_batched_tokens=64):
-        answers = generate(llm, prompts, [params] * 4)
-        totals = counters(llm)
-    assert_cycle(prompts, answers, after)
-    drafted, accepted, steps = (
-        totals[f"spec_{name}"] for name in ("draft_tokens", "accepted_tokens", "steps")
-    )
-    assert totals["fallbacks:proposer_error"] == 0
-    if late:
-        assert accepted == 0 < drafted
-    else:
-        # 100 tokens behind the prompt's: 20 steps of four drafts and one of their own.
-        assert (drafted, accepted, steps) == (4 * 80, 4 * 80, 4 * 21)
+        config = fused(config, "suffix_tree")
+    assert_knows_everything(folder, after, config, 4, late)
 
 
 @pytest.fixture(scope="module")

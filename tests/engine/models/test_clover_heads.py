@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import tiny_clover
 import torch
+from tiny_heads import of_target
 
 from vllm_ext.engine.models.clover_heads import CloverHeads, check, load, read_shape
 from vllm_ext.engine.models.node_states import NodeStates
@@ -116,19 +116,14 @@ def test_nodes_go_on_from_their_parents() -> None:
     assert states.at(["b"], [ROOT]).tolist() == [[3.0]]
 
 
-def target(width: int = WIDTH, vocab: int = VOCAB) -> Any:
-    model = SimpleNamespace(model="target", get_hidden_size=lambda: width, get_vocab_size=lambda: vocab)
-    return SimpleNamespace(model_config=model)
-
-
 def test_what_is_refused(folder: str, tmp_path: Path) -> None:
-    assert check(target(), folder).num_rows == ROWS
+    assert check(of_target(WIDTH, VOCAB), folder).num_rows == ROWS
     with pytest.raises(
         ValueError, match=r"model='.*': its hidden_size is 16, that of target 32.*--kind clover"
     ):
-        check(target(width=32), folder)
+        check(of_target(32, VOCAB), folder)
     with pytest.raises(ValueError, match="its vocab_size is 64, that of target 65"):
-        check(target(vocab=65), folder)
+        check(of_target(WIDTH, 65), folder)
     with pytest.raises(ValueError, match=r"cannot be read.*--kind clover"):
         read_shape(str(tmp_path / "nothing"))
 

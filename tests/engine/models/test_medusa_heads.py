@@ -5,12 +5,11 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import tiny_heads
 import torch
+from tiny_heads import of_target
 
 from vllm_ext.engine.models.medusa_heads import MedusaHeads, check, read_shape
 
@@ -75,21 +74,16 @@ def test_the_papers_own_keys(tmp_path: Path) -> None:
     torch.testing.assert_close(load(old)(hidden), wanted(hidden))
 
 
-def target(width: int = WIDTH, vocab: int = VOCAB) -> Any:
-    model = SimpleNamespace(model="target", get_hidden_size=lambda: width, get_vocab_size=lambda: vocab)
-    return SimpleNamespace(model_config=model)
-
-
 def test_what_is_refused(tmp_path: Path) -> None:
     heads, blocks = weights()
     folder = tiny_heads.write(tmp_path / "heads", heads, blocks)
-    assert check(target(), folder).num_heads == HEADS
+    assert check(of_target(WIDTH, VOCAB), folder).num_heads == HEADS
     with pytest.raises(
         ValueError, match=r"model='.*': its hidden_size is 16, that of target 32.*train heads"
     ):
-        check(target(width=32), folder)
+        check(of_target(32, VOCAB), folder)
     with pytest.raises(ValueError, match="its vocab_size is 64, that of target 65"):
-        check(target(vocab=65), folder)
+        check(of_target(WIDTH, 65), folder)
     with pytest.raises(ValueError, match=r"cannot be read.*train heads"):
         read_shape(str(tmp_path / "nothing"))
     (tmp_path / "other").mkdir()

@@ -28,7 +28,7 @@ from vllm_ext.proposers import registry
 from vllm_ext.proposers.base import MethodOptions, Proposer, Request, VerifiedRows
 from vllm_ext.proposers.calibration import Calibration
 from vllm_ext.proposers.clover import CloverOptions
-from vllm_ext.proposers.draft_model import DraftModelProposer
+from vllm_ext.proposers.draft_model import DraftModelProposer, PassOptions
 from vllm_ext.proposers.eagle import EagleOptions
 from vllm_ext.proposers.joint_tree import PassGain, unsaid
 from vllm_ext.proposers.medusa import MedusaOptions
@@ -115,6 +115,11 @@ def heads_of(options: MethodOptions) -> HeadOptions | None:
         own = [own for _, own in map(make_options, options.drafters)]
         return next((each for each in own if isinstance(each, HeadOptions)), None)
     return None
+
+
+def reads_nodes(options: MethodOptions) -> bool:
+    """Whether a method, or a drafter of it, has passes over nodes that lie in the KV cache before they are verified."""
+    return isinstance(options, PassOptions) or isinstance(heads_of(options), PassOptions)
 
 
 def options_of(proposer: type[Proposer]) -> list[str]:

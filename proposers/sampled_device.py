@@ -99,6 +99,10 @@ class Growth(ABC):
     def grown(self) -> Grown:
         """The trees."""
 
+    def groups(self) -> torch.Tensor | None:
+        """int32 ``[requests, nodes]`` of `grown`: which estimates they were chosen by; -1: none. None: of all."""
+        return None
+
 
 def widths(
     num_nodes: int, max_depth: int, asked_per_node: int = ASKED_PER_NODE, width: int | None = None

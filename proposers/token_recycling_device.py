@@ -30,6 +30,7 @@ from vllm_ext.kernels.recycling import (
 )
 from vllm_ext.proposers import token_recycling_template
 from vllm_ext.proposers.calibration import NUM_DEPTHS, PRIOR_TRIALS
+from vllm_ext.proposers.joint_device import joint_prior
 from vllm_ext.proposers.learned import check_distinct
 from vllm_ext.proposers.token_recycling import PAIR_SLOTS, SHARES, TEXT_SLOTS, prior_chances
 
@@ -47,6 +48,7 @@ class DeviceTokenRecycling:
         device: where everything is.
         backend: of the kernels.
         text_slots: places for contexts of text, a power of two.
+        beside_heads: heads go on below its trees (`joint_device`), and are counted here too, as one level more.
     """
 
     def __init__(
@@ -60,6 +62,8 @@ class DeviceTokenRecycling:
         device: torch.device,
         backend: Backend = "auto",
         text_slots: int = TEXT_SLOTS,
+        *,
+        beside_heads: bool = False,
     ) -> None:
         self.only_chains = tree == "chain"
         self._longest, self._backend = longest, backend
@@ -72,7 +76,10 @@ class DeviceTokenRecycling:
         if tree == "static":
             self._template = torch.from_numpy(token_recycling_template.positions(width)).to(device)
         self._shares = torch.from_numpy(SHARES).to(device)
-        prior = torch.from_numpy(prior_chances(longest))[..., None].expand(-1, -1, NUM_DEPTHS)
+        chances = prior_chances(longest)
+        if beside_heads:
+            chances = np.concatenate([chances, joint_prior(chances.shape[1])[None]])
+        prior = torch.from_numpy(chances)[..., None].expand(-1, -1, NUM_DEPTHS)
         self._prior = Calibration.of_prior(prior.contiguous().to(device), PRIOR_TRIALS)
         self.calibration = Calibration(*(part.clone() for part in self._prior))
         self._call = FIRST_CALL  # of what writes to the tables: each has a number of its own

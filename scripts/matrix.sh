@@ -28,6 +28,12 @@ for method in $methods; do
             .venv/bin/vllm-ext train heads --model "$model" --kind "${method%_tree}" --own-prompts 64 --samples 1 --minutes 1 --output "$work/$method"
             given="{\"method\": \"$method\", \"model\": \"$work/$method\"}"
             ;;
+        hybrid+*_tree)
+            model=$(.venv/bin/python -c 'from vllm_ext.demo.embedded_model import ensure_model; print(ensure_model())' | tail -1)
+            heads=${method#hybrid+}
+            .venv/bin/vllm-ext train heads --model "$model" --kind "${heads%_tree}" --own-prompts 64 --samples 1 --minutes 1 --output "$work/$heads"
+            given="{\"method\": \"hybrid\", \"drafters\": [\"token_recycling\", \"suffix_tree\", {\"method\": \"$heads\", \"model\": \"$work/$heads\"}]}"
+            ;;
         ppd)
             model=$(.venv/bin/python -c 'from vllm_ext.demo.embedded_model import ensure_model; print(ensure_model())' | tail -1)
             .venv/bin/vllm-ext train heads --kind ppd --model "$model" --own-prompts 64 --samples 1 --minutes 1 --output "$work/prompts"

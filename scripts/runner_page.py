@@ -23,6 +23,7 @@ from vllm_ext.samplers.registry import RULES
 ROOT = Path(__file__).parents[1]
 RECORD = ROOT / "docs" / "benchmarks" / "exactness.jsonl"
 V1, V2 = "V1, CPU", "V2, interpreter"
+BESIDE_HEADS = "hybrid+eagle_tree"  # as `--method` and `--v2-method` of the tests have it
 HEAD = """# What runs on which runner
 
 Made by `python scripts/runner_page.py`. vLLM has two model runners, V1 and V2, and
@@ -89,6 +90,9 @@ def page() -> Iterator[str]:
             None: "",
         }[place]
         yield f"| `{name}` | {cell(known.get((name, V1)))} | {on_v2} | {where} |"
+        if name == "hybrid":
+            cells = (cell(known.get((BESIDE_HEADS, runner))) for runner in (V1, V2))
+            yield f"| `hybrid` with `eagle_tree` | {' | '.join(cells)} | {where} |"
     yield "\n## Options and features\n\nWhere they are tested: files of `tests/engine/`.\n"
     yield "| | V1 | V2 |"
     yield "| --- | --- | --- |"

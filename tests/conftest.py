@@ -299,8 +299,10 @@ def pytest_terminal_summary(terminalreporter: Any, exitstatus: int, config: pyte
         return
     on_v2 = config.getoption("--v2-method")
     given = on_v2 or config.getoption("--method")
+    method = json.loads(given) if given.startswith("{") else {"method": given}
+    heads = [each["method"] for each in method.get("drafters", ()) if "model" in each]
     entry = {
-        "method": json.loads(given)["method"] if given.startswith("{") else given,
+        "method": "+".join([method["method"], *heads]),
         "runner": "V2, interpreter" if on_v2 else "V1, CPU",
         "vllm": metadata.version("vllm").partition("+")[0],
         "date": datetime.date.today().isoformat(),
@@ -325,7 +327,7 @@ def v2_given(
         digits.write_text("".join(random.Random(1).choices("123", k=5000)))  # each is a token
         build([Path("docs"), digits], store, v2_dir, "text", False, lambda *_: None, include=["*.md"])
         method["datastore"] = str(store)
-    elif method["method"] in ("eagle_tree", "clover_tree", "medusa_tree"):
+    elif method["method"].endswith(("eagle_tree", "clover_tree", "medusa_tree")):  # or in a hybrid
         from engine_heads import options_of
 
         method |= options_of(method["method"], v2_dir, tmp_path_factory.mktemp("heads"))

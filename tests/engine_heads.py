@@ -22,7 +22,12 @@ from vllm_ext.proposers.registry import load_method
 
 
 def options_of(method: str, target: str, folder: Path) -> dict[str, Any]:
-    """A method with what it needs: random heads of its kind in a folder, or what the registry says."""
+    """A method with what it needs: random heads of its kind in a folder, or what the registry says.
+
+    ``hybrid+METHOD`` is `beside_tables` of these heads.
+    """
+    if method.startswith("hybrid+"):
+        return beside_tables(options_of(method.removeprefix("hybrid+"), target, folder))
     options: dict[str, Any] = {"method": method, **load_method(method).tested_with}
     match method:
         case "eagle_tree":
@@ -84,6 +89,11 @@ def fused(config: dict[str, Any], *others: str) -> dict[str, Any]:
     head = {"method": config["method"], "model": config["model"]}
     rest = {name: value for name, value in config.items() if name not in head}
     return {**rest, "method": "hybrid", "drafters": [head, *others]}
+
+
+def beside_tables(config: dict[str, Any]) -> dict[str, Any]:
+    """In the hybrid that drafts on the device on V2."""
+    return fused(config, "token_recycling", "suffix_tree")
 
 
 def assert_plains(plain: Any, drafting: Any) -> None:

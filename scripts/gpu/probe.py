@@ -86,7 +86,7 @@ class Probe:
 
     def probe_forget(self) -> None:
         """Our drafter knows nothing, as when the server starts; vLLM's are left alone."""
-        from vllm_ext.engine.v2.speculator import TreeSpeculator
+        from vllm_ext.engine.v2.speculators.base import TreeSpeculator
 
         speculator: Any = getattr(self.model_runner, "speculator", None)
         if isinstance(speculator, TreeSpeculator):

@@ -144,9 +144,24 @@ def test_where_heads_draft(slice_dir: str, with_triton: None, tmp_path: Path) ->
     falcon = tiny_eagle.random(tmp_path / "falcon", target, architecture=tiny_eagle.FALCON)
     reason = runners.choose(EngineArgs(slice_dir), parse({**eagle, "model": falcon}), None, encoded_kv=False)
     assert (reason.runner, reason.reason) == ("V1", "its head says two tokens a pass (Falcon)")
-    # In a hybrid their trees grow below others', which are on the host.
-    fused = parse({"method": "hybrid", "drafters": ["token_recycling", eagle]})
-    assert runners.choose(EngineArgs(slice_dir), fused, None, encoded_kv=False).runner == "V1"
+    # In a hybrid they go on below what is on the device.
+    fused = made(slice_dir, {"method": "hybrid", "drafters": ["token_recycling", eagle, "suffix_tree"]})
+    assert fused.use_v2_model_runner
+    assert "DraftSlots" in fused.scheduler_config.scheduler_cls
+
+    def chosen(*drafters: Any) -> runners.RunnerChoice:
+        config = parse({"method": "hybrid", "drafters": list(drafters)})
+        return runners.choose(EngineArgs(slice_dir), config, None, encoded_kv=False)
+
+    assert chosen("token_recycling", "suffix_tree", {**eagle, "model": falcon}).reason == reason.reason
+    for others in (
+        ["token_recycling"],
+        ["token_recycling", "stand"],
+        ["token_recycling", "suffix_tree", "stand"],
+    ):
+        assert chosen(*others, eagle).runner == "V1"
+    wider = {"method": "token_recycling", "matrix_width": 4}
+    assert "heads go with suffix_tree and token_recycling" in chosen(wider, "suffix_tree", eagle).reason
 
 
 def test_draft_models_have_their_slots_on_v2(model_dir: str, with_triton: None) -> None:

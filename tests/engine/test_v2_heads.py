@@ -14,10 +14,13 @@ import tiny_eagle
 import tiny_heads
 import torch
 from conftest import v2_engine
-from engine_heads import assert_cycle, options_of
+from engine_heads import assert_cycle, beside_tables, options_of
 from helpers import assert_same_outputs
 from v2_requests import counters, generate, prompts, sampling, tokens
 
+from vllm_ext.kernels.recycling import UNIT
+from vllm_ext.proposers.calibration import PRIOR_TRIALS
+from vllm_ext.proposers.joint_device import MIDDLES
 from vllm_ext.proposers.sampled import ROOT
 from vllm_ext.training.eagle import Head
 
@@ -53,6 +56,13 @@ def random_eagle(v2_dir: str, v2_plain: Any, tmp_path_factory: pytest.TempPathFa
     return head, v2_engine(v2_dir, method(model), num_gpu_blocks_override=9)
 
 
+@pytest.fixture(scope="module")
+def random_fused(v2_dir: str, random_eagle: tuple[Path, Any]) -> tuple[Path, Any]:
+    """The same head in a hybrid."""
+    head = random_eagle[0]
+    return head, v2_engine(v2_dir, beside_tables(method(str(head))), num_gpu_blocks_override=9)
+
+
 @pytest.mark.parametrize(
     ("kind", "depth"),
     [
@@ -66,6 +76,9 @@ def random_eagle(v2_dir: str, v2_plain: Any, tmp_path_factory: pytest.TempPathFa
         ("clover hidden", 1),
         ("second", 1),
         ("second medusa", 1),
+        pytest.param("fused token", 4, marks=pytest.mark.quick),
+        ("fused clover", 4),
+        ("fused medusa", 4),
     ],
 )
 def test_a_head_that_knows_everything(
@@ -77,6 +90,7 @@ def test_a_head_that_knows_everything(
     """
     folder, after = cycle
     target, head = Path(folder), tmp_path / "head"
+    beside, _, kind = kind.rpartition("fused ")
     match kind:
         case "medusa":
             given = method(tiny_heads.knowing(head, target, after), "medusa_tree", depth)
@@ -95,21 +109,32 @@ def test_a_head_that_knows_everything(
         case _:
             by = kind if kind in ("token", "sampling") else "feature"
             given = method(tiny_eagle.knowing(head, target, after, by, int(kind == "late")), nodes=depth)
-    llm = v2_engine(folder, given)
+    llm = v2_engine(folder, beside_tables(given) if beside else given)
     texts = [[3], list(range(5, 60)), [9] * 130, [700, 20]]  # of one chunk and of several
     params = [sampling(max_tokens=41), sampling(max_tokens=41, temperature=0.05)] * 2
     assert_cycle(texts, tokens(generate(llm, texts, params)), after)
     totals = counters(llm)
     assert totals["fallbacks:proposer_error"] == 0
+    if beside:  # what both say is counted by what the head gives it
+        calibration = runner_of(llm).speculator.tables.drafter.calibration
+        shared = calibration.trials[-1, len(MIDDLES) : 2 * len(MIDDLES)]
+        assert (shared > PRIOR_TRIALS * UNIT).any()
     if kind == "late":
         assert totals["spec_accepted_tokens"] == 0 < totals["spec_draft_tokens"]
     else:
         assert totals["spec_steps"] == 4 * (1 + math.ceil(40 / (depth + 1)))
 
 
-def test_greedy_and_seeded_requests(v2_plain: Any, random_eagle: tuple[Path, Any]) -> None:
+@pytest.fixture(params=["random_eagle", "random_fused"])
+def random(request: pytest.FixtureRequest) -> tuple[Path, Any]:
+    """Either of them."""
+    found: tuple[Path, Any] = request.getfixturevalue(request.param)
+    return found
+
+
+def test_greedy_and_seeded_requests(v2_plain: Any, random: tuple[Path, Any]) -> None:
     """Preempted ones, in chunks, over prefixes that are cached."""
-    llm = random_eagle[1]
+    llm = random[1]
     assert llm.llm_engine.vllm_config.use_v2_model_runner
     texts = [text * 3 for text in prompts(5)]
     wanted = tokens(generate(v2_plain, texts, KINDS))
@@ -180,13 +205,13 @@ class Reference:
 
 
 def test_rows_see_what_they_should(
-    v2_dir: str, random_eagle: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch
+    v2_dir: str, random: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each row of the head, beside one without a cache: after chunks of a prompt, after accepted drafts, below drafts.
 
     Found: features of rejected rows, of the row before, of another parent; places one too far.
     """
-    folder, llm = random_eagle
+    folder, llm = random
     reference, runner = Reference(folder, Path(v2_dir)), runner_of(llm)
     passes = runner.speculator.passes
     size = passes._head.hidden_size
@@ -258,12 +283,12 @@ def test_rows_see_what_they_should(
         monkeypatch.setattr(passes, name, own)
     before = counters(llm)["spec_accepted_tokens"]
     text = [*range(40, 160)]
-    text += tokens(generate(llm, [text], sampling(max_tokens=24)))[0]
+    text += tokens(generate(llm, [text], sampling(max_tokens=40)))[0]
     assert counters(llm)["spec_accepted_tokens"] > before
     assert compared[0] > 10
     assert compared[1] > 100
     # What was taken of rows that were drafts is what the text itself has.
-    decoded = dict(committed)
+    decoded = {place: row for place, row in committed.items() if place < len(text) - 1}
     committed.clear()
     assert llm.reset_prefix_cache()
     generate(llm, [text], sampling(max_tokens=1))

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.v2
 MOST, MOST_WITHOUT_DRAFTS = 20, 6  # more than plain's
 MOST_WITH_GRAPHS = 12  # of a model that drafts
 # Heads are handed rows of the step: where they are, and a copy of each layer's.
-HANDED = {"eagle_tree": 4, "clover_tree": 5.5, "medusa_tree": 5.5}
+HANDED = {"eagle_tree": 4, "clover_tree": 5.5, "medusa_tree": 5.5, "hybrid+eagle_tree": 4.5}
 # Kernel by kernel, with six nodes: of a greedy request, and of one that samples.
 MOST_OF_MODEL = {
     "dyspec": (375, 679),
@@ -37,6 +37,7 @@ MOST_OF_MODEL = {
     "eagle_tree": (408, 712),
     "clover_tree": (462, 766),
     "medusa_tree": (196, 389),
+    "hybrid+eagle_tree": (592, 718),
 }
 STEPS = 6
 STARTS_NONE = (

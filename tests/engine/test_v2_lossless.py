@@ -18,7 +18,7 @@ from v2_requests import counters, generate, prompts, sampling, tokens, watch_par
 from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 
-from vllm_ext.engine.v2.model_speculator import ModelSpeculator
+from vllm_ext.engine.v2.speculators.model import ModelSpeculator
 
 pytestmark = pytest.mark.v2
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}

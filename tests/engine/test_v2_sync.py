@@ -56,7 +56,7 @@ STEPS = {
     "vllm_ext.engine.v2.model_state": ("TreeState.preprocess_state",),
     "vllm_ext.engine.v2.rejection_sampler": ("LearningSampler.__call__", "TreeVerifier.__call__"),
     "vllm_ext.engine.v2.model_runner": ("SpeculativeRunner._settle",),
-    "vllm_ext.engine.v2.speculator": ("TreeSpeculator.admit", "TreeSpeculator.propose"),
+    "vllm_ext.engine.v2.speculators.base": ("TreeSpeculator.admit", "TreeSpeculator.propose"),
 }
 
 
@@ -183,6 +183,7 @@ def test_no_step_asks_for_a_value(v2_trees: Any, trapped: None) -> None:
         "eagle_tree",
         "clover_tree",
         "medusa_tree",
+        "hybrid+eagle_tree",
     ],
 )
 def test_no_step_of_a_model_that_drafts_does(
@@ -273,7 +274,7 @@ def test_steps_with_a_structured_request_wait_once(
     [
         ("vllm_ext.engine.v2.rejection_sampler", "walk", lambda *a: a[5].max().item()),
         ("vllm_ext.proposers.token_recycling_device", "grow", lambda *a: bool((a[3] > 0).all())),
-        ("vllm_ext.engine.v2.speculator", "lay_out", lambda *a: a[4][a[4] > 3]),
+        ("vllm_ext.engine.v2.speculators.base", "lay_out", lambda *a: a[4][a[4] > 3]),
         ("vllm_ext.engine.v2.rejection_sampler", "walk", lambda *a: a[5].to("cpu")),
         ("vllm_ext.engine.v2.rejection_sampler", "walk", lambda *a: a[5].__setitem__(a[5].long() * 0, 7)),
     ],

@@ -14,6 +14,7 @@ import torch
 
 from vllm_ext.kernels.device_trees import RowLayout
 from vllm_ext.kernels.recycling import WalkedRows
+from vllm_ext.proposers.joint_device import MIDDLES
 from vllm_ext.proposers.token_recycling_device import DeviceTokenRecycling
 
 VOCAB, WIDTH, NODES, SLOTS = 30, 3, 7, 4
@@ -152,6 +153,20 @@ def test_what_was_saved_is_drafted() -> None:
     assert (after.calibration.estimates == before.calibration.estimates).all()
     observe(after, [2, 5], [9, 10, 11], 9)  # it goes on learning
     assert propose(after, 1, 2, 5)[0] == 9
+
+
+def test_heads_are_counted_at_a_level_of_their_own() -> None:
+    beside = DeviceTokenRecycling(NODES, WIDTH, 4, "dynamic", VOCAB, SLOTS, CPU, "torch", beside_heads=True)
+    alone = drafter()
+    own, others = beside.calibration.estimates, alone.calibration.estimates
+    assert torch.equal(own[:-1], others)
+    middles = torch.from_numpy(MIDDLES)
+    assert torch.allclose(own[-1, : len(MIDDLES), 0], middles, atol=1e-6)
+    shared = own[-1, len(MIDDLES) : 2 * len(MIDDLES), 0]
+    assert torch.allclose(1 - shared, (1 - middles) * 2 / 3, atol=1e-6)
+    with pytest.raises(ValueError, match=r"trials.*expected"):
+        beside.load_state_dict(alone.state_dict())
+    beside.load_state_dict(beside.state_dict())
 
 
 def test_what_is_saved_stays_as_it_was() -> None:

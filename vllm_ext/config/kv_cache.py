@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from vllm_ext.codecs.base import CodecOptions, KVCodec
 from vllm_ext.codecs.registry import load_codec
 from vllm_ext.config import speculative
-from vllm_ext.proposers.draft_model import PassOptions
+from vllm_ext.proposers.hybrid import reads_nodes
 from vllm_ext.samplers.messages import quoted
 
 FIELD = f'{speculative.FIELD}["{speculative.KV}"]'
@@ -123,7 +123,7 @@ def check_engine_args(
             "vLLM's own drafts may go over the end of a block. Use one of vllm-ext's, token_recycling say",
         ),
         (
-            settings is not None and isinstance(settings.options, PassOptions),
+            settings is not None and reads_nodes(settings.options),
             f"speculative_config.method={method!r}",
             "a method that drafts with a model, or with the target's layers, does not read an encoded cache. Use "
             "another, token_recycling say",

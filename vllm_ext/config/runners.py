@@ -17,7 +17,7 @@ from vllm_ext.config import processors, schedulers
 from vllm_ext.config.head_files import block_of
 from vllm_ext.proposers.draft_model import DraftModelOptions, DraftModelProposer
 from vllm_ext.proposers.eagle import EagleOptions
-from vllm_ext.proposers.hybrid import HybridOptions, make_options
+from vllm_ext.proposers.hybrid import HeadOptions, HybridOptions, heads_of, make_options
 from vllm_ext.proposers.sampled import MOST_NODES_ON_DEVICE
 
 if TYPE_CHECKING:
@@ -37,10 +37,15 @@ DEVICE_DRAFTERS = {"token_recycling", "suffix_tree"}
 
 def is_on_device(settings: Settings) -> bool:
     """Whether a method drafts on the device on V2, and not on the host."""
-    if settings.method == "hybrid":
-        drafters = settings.options.drafters  # type: ignore[attr-defined]
-        return all(isinstance(drafter, str) for drafter in drafters) and set(drafters) == DEVICE_DRAFTERS
+    if isinstance(settings.options, HybridOptions):
+        return _is_of_tables(settings.options)
     return settings.proposer_class.on_v2 == "device"
+
+
+def _is_of_tables(options: HybridOptions) -> bool:
+    """Whether what drafts without passes is what the device's form is made of."""
+    others = [each for each in options.drafters if not isinstance(make_options(each)[1], HeadOptions)]
+    return all(isinstance(each, str) for each in others) and set(others) == DEVICE_DRAFTERS
 
 
 @dataclass(frozen=True)
@@ -99,8 +104,11 @@ def _of_drafters(options: Any) -> Iterator[tuple[bool, str]]:
     if isinstance(options, HybridOptions):
         for proposer, _ in map(make_options, options.drafters):
             yield proposer.on_v2 is None, f"a drafter {proposer.why_v1}"
-            passes = issubclass(proposer, DraftModelProposer)
-            yield passes, "a drafter needs passes of heads, which V2 has of methods without others"
+        tables = " and ".join(sorted(DEVICE_DRAFTERS))
+        yield (
+            heads_of(options) is not None and not _is_of_tables(options),
+            f"heads go with {tables} on V2, named and without options, and with nothing else",
+        )
 
 
 def _of_passes(settings: Settings) -> Iterator[tuple[bool, str]]:
@@ -108,9 +116,10 @@ def _of_passes(settings: Settings) -> Iterator[tuple[bool, str]]:
     options = settings.options
     if isinstance(options, DraftModelOptions):
         yield options.export_dir is not None, "export_dir is set: drafts on the device do not see answers"
-    if isinstance(options, EagleOptions):
-        yield block_of(options.model) > 1, "its head says two tokens a pass (Falcon)"
-    if issubclass(settings.proposer_class, DraftModelProposer):
+    heads = heads_of(options)
+    if isinstance(heads, EagleOptions):
+        yield block_of(heads.model) > 1, "its head says two tokens a pass (Falcon)"
+    if issubclass(settings.proposer_class, DraftModelProposer) or heads is not None:
         nodes = options.num_speculative_tokens
         yield (
             nodes > MOST_NODES_ON_DEVICE,

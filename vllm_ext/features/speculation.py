@@ -29,9 +29,9 @@ from vllm_ext.features import class_paths
 from vllm_ext.features.base import Asked, Feature, vocabulary
 from vllm_ext.proposers import level_budget
 from vllm_ext.proposers.clover import CloverOptions
-from vllm_ext.proposers.draft_model import DraftModelOptions, DraftModelProposer, PassOptions
+from vllm_ext.proposers.draft_model import DraftModelOptions, DraftModelProposer
 from vllm_ext.proposers.eagle import EagleOptions
-from vllm_ext.proposers.hybrid import heads_of
+from vllm_ext.proposers.hybrid import heads_of, reads_nodes
 from vllm_ext.proposers.medusa import MedusaOptions
 from vllm_ext.proposers.ppd import PpdOptions
 from vllm_ext.proposers.self_draft import SelfDraftOptions
@@ -80,7 +80,7 @@ class Speculation(Feature):
         refusals.check_runner(args, asked.method.method, asked.runner)
         if args.scheduler_cls is not None and asked.on_v2:
             refusals.check_scheduling_ahead(args, asked.method.method)
-        elif _reads_nodes(asked.method):
+        elif reads_nodes(asked.method.options):
             refusals.check_scheduler(args, asked.method.method)
 
     def options(self, args: Any, asked: Asked) -> dict[str, Any]:
@@ -101,7 +101,7 @@ class Speculation(Feature):
     def scheduler_parts(self, vllm_config: Any, asked: Asked) -> Sequence[str]:
         if asked.method is None:
             return ()
-        slots = ("DraftSlots",) if _reads_nodes(asked.method) else ()
+        slots = ("DraftSlots",) if reads_nodes(asked.method.options) else ()
         if asked.on_v2:
             return (*slots, "StructuredDrafts", *(("Budget",) if _has_levels(vllm_config) else ()))
         if issubclass(asked.method.proposer_class, DraftModelProposer):
@@ -144,11 +144,6 @@ class Speculation(Feature):
             logger.info("vllm-ext: %s: %s", settings.method, runners.WAITS)
         if asked.processors is not None:
             _log_adapted(asked.processors)
-
-
-def _reads_nodes(settings: Settings) -> bool:
-    """Whether a model reads nodes before the target does, and needs slots for them."""
-    return isinstance(settings.options, PassOptions) or isinstance(heads_of(settings.options), PassOptions)
 
 
 def _log_adapted(entries: Sequence[Any]) -> None:

@@ -13,8 +13,8 @@ pytest.importorskip("vllm")
 
 from vllm_ext.engine import metrics
 from vllm_ext.engine.counter_file import ServerCounts
-from vllm_ext.engine.v2 import counters
-from vllm_ext.engine.v2.counters import ON_DEVICE, Counts
+from vllm_ext.engine.v2.speculators import counters
+from vllm_ext.engine.v2.speculators.counters import ON_DEVICE, Counts
 
 
 def test_counts_arrive_a_step_later_and_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ import pytest
 pytest.importorskip("vllm")
 
 from vllm_ext.config import speculative
-from vllm_ext.engine.v2.host_drafter import HostDrafts, Verified
+from vllm_ext.engine.v2.speculators.host_drafter import HostDrafts, Verified
 from vllm_ext.proposers.base import Proposer, Request, VerifiedRows, no_top
 from vllm_ext.proposers.tree import DraftTree
 

@@ -15,11 +15,10 @@ pytest.importorskip("vllm")
 
 from vllm_ext.config import speculative
 from vllm_ext.engine import metrics
-from vllm_ext.engine.v2 import host_speculator, tree_rows
-from vllm_ext.engine.v2 import speculator as v2_speculator
-from vllm_ext.engine.v2.host_drafter import Verified
-from vllm_ext.engine.v2.host_speculator import HostSpeculator
-from vllm_ext.engine.v2.speculator import StepRows
+from vllm_ext.engine.v2.speculators import base, host, tree_rows
+from vllm_ext.engine.v2.speculators.base import StepRows
+from vllm_ext.engine.v2.speculators.host import HostSpeculator
+from vllm_ext.engine.v2.speculators.host_drafter import Verified
 from vllm_ext.kernels.device_trees import RowLayout
 from vllm_ext.kernels.recycling import WalkedRows
 from vllm_ext.kernels.top_k import top_k_ids
@@ -61,9 +60,9 @@ class OnHost:
 
 @pytest.fixture
 def speculator(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> Iterator[HostSpeculator]:
-    monkeypatch.setattr(v2_speculator, "UvaBackedTensor", OnHost)
+    monkeypatch.setattr(base, "UvaBackedTensor", OnHost)
     alone = SimpleNamespace(broadcast=lambda tensor: tensor)
-    monkeypatch.setattr(host_speculator, "get_tp_group", lambda: alone)
+    monkeypatch.setattr(host, "get_tp_group", lambda: alone)
     monkeypatch.setattr(metrics, "counter_path", lambda *_: tmp_path / "file")
     monkeypatch.setattr(speculative.Settings, "proposer_class", Silent)
     speculation = {"method": "suffix_tree", "num_speculative_tokens": NODES}
@@ -189,7 +188,7 @@ def test_ranks_verify_the_trees_of_the_first(
     tree = DraftTree(np.array([7], np.int32), np.array([-1], np.int32), np.array([0.6], np.float32))
     first = torch.from_numpy(tree_rows.pack([tree], np.array([21], np.int32), NODES))
     group = SimpleNamespace(broadcast=lambda tensor: tensor.copy_(first))
-    monkeypatch.setattr(host_speculator, "get_tp_group", lambda: group)
+    monkeypatch.setattr(host, "get_tp_group", lambda: group)
     speculator.learn(step_rows(torch.zeros((1, VOCAB)), [4], [[6]], [1]))
     drafts = speculator.propose(batch(["a"], [1], [0, 1]), num_speculative_tokens=NODES)
     assert drafts.tolist() == [[7, 21, 21, 21]]
@@ -248,7 +247,7 @@ def test_without_drafts_nothing_is_waited_for(
     [
         (None, False, False, NODES),
         ("schema", False, True, NODES),
-        (None, True, False, v2_speculator.SLOW_DEPTH),
+        (None, True, False, base.SLOW_DEPTH),
     ],
 )
 def test_the_drafter_is_told_what_can_be_verified(

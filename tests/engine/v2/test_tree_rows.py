@@ -9,7 +9,7 @@ import torch
 
 pytest.importorskip("vllm")
 
-from vllm_ext.engine.v2 import tree_rows
+from vllm_ext.engine.v2.speculators import tree_rows
 from vllm_ext.kernels.device_trees import EMPTY, SlotTrees
 from vllm_ext.kernels.recycling import RecyclingTables, grow
 from vllm_ext.proposers.tree import DraftTree

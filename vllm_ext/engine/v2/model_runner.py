@@ -7,7 +7,7 @@ Four of its parts are given a subclass when they have been made; a step:
 1. the model state (`model_state`) gives nodes their rotary positions and the metadata its trees;
 2. the rejection sampler (`rejection_sampler`) samples every row and walks the tree;
 3. the KV of the accepted path moves into the slots a chain would have had, so that vLLM's rollback is right;
-4. the speculator (`speculator`) makes the trees of the next step.
+4. the speculator (`speculators`) makes the trees of the next step.
 """
 
 from __future__ import annotations
@@ -27,16 +27,18 @@ from vllm_ext.engine.models.hidden_states import HiddenStates
 from vllm_ext.engine.processors.v1_interface import V1Processors
 from vllm_ext.engine.recurrent.device_rows import DeviceSteps
 from vllm_ext.engine.v2 import shares
-from vllm_ext.engine.v2.device_speculator import DeviceSpeculator
-from vllm_ext.engine.v2.host_speculator import HostSpeculator
 from vllm_ext.engine.v2.logits_processor import RuleProcessor
-from vllm_ext.engine.v2.model_speculator import ModelSpeculator
 from vllm_ext.engine.v2.model_state import TreeState
 from vllm_ext.engine.v2.penalties import TreeBadWords, TreePenalties
 from vllm_ext.engine.v2.rejection_sampler import LearningSampler, TreeVerifier
-from vllm_ext.engine.v2.speculator import TreeSpeculator
+from vllm_ext.engine.v2.speculators.base import TreeSpeculator
+from vllm_ext.engine.v2.speculators.device import DeviceSpeculator
+from vllm_ext.engine.v2.speculators.fused import FusedSpeculator
+from vllm_ext.engine.v2.speculators.host import HostSpeculator
+from vllm_ext.engine.v2.speculators.model import ModelSpeculator
 from vllm_ext.engine.v2.user_processors import AskedProcessor
 from vllm_ext.proposers.draft_model import DraftModelProposer
+from vllm_ext.proposers.hybrid import heads_of
 
 logger = init_logger("vllm.vllm_ext")
 
@@ -246,6 +248,8 @@ def install(runner: Any) -> None:
     kind: type[TreeSpeculator] = DeviceSpeculator if runners.is_on_device(settings) else HostSpeculator
     if issubclass(settings.proposer_class, DraftModelProposer):
         kind = ModelSpeculator
+    elif heads_of(settings.options) is not None:
+        kind = FusedSpeculator
     runner.speculator = kind(runner.vllm_config, runner.device, runner.req_states)
     runner.speculator.may_vary = runner._may_vary
     if reason := shares.problem(runner.vllm_config, settings):

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM's V2 model state, taught trees: rotary positions before the forward pass, attention metadata that knows them.
 
-What a captured graph reads lies in the buffers of `speculator`: positions are changed in place, in vLLM's own buffer
+What a captured graph reads lies in the buffers of `speculators`: positions are changed in place, in vLLM's own buffer
 and after it has computed the slots from them. With M-RoPE the model reads others, which vLLM computes behind that: they
 are moved by as much, alike in each dimension, since a draft is text.
 """
@@ -21,7 +21,7 @@ from vllm_ext.engine.attention import tree_backend
 from vllm_ext.engine.recurrent.device_rows import DeviceSteps, to_device
 from vllm_ext.engine.recurrent.rows import as_rows
 from vllm_ext.engine.tree_layout import offsets, starts
-from vllm_ext.engine.v2.speculator import TreeSpeculator
+from vllm_ext.engine.v2.speculators.base import TreeSpeculator
 from vllm_ext.kernels.tree_attention import TreeRows
 
 

@@ -13,7 +13,7 @@ import torch
 from vllm.v1.worker.gpu.sample.bad_words import BadWordsState
 from vllm.v1.worker.gpu.sample.penalties import PenaltiesState
 
-from vllm_ext.engine.v2.speculator import TreeSpeculator
+from vllm_ext.engine.v2.speculators.base import TreeSpeculator
 from vllm_ext.kernels import backends
 from vllm_ext.kernels.path_penalties import forbid, penalise
 

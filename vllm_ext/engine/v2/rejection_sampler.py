@@ -23,7 +23,7 @@ from vllm.v1.worker.gpu.sample.logprob import compute_topk_scores
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler, get_max_chunk_logits
 
-from vllm_ext.engine.v2.speculator import SLOW_DEPTH, Paths, StepRows, TreeSpeculator
+from vllm_ext.engine.v2.speculators.base import SLOW_DEPTH, Paths, StepRows, TreeSpeculator
 from vllm_ext.kernels import backends
 from vllm_ext.kernels.device_trees import Walked, walk
 from vllm_ext.kernels.drawn_rows import choose_drawn

@@ -12,7 +12,7 @@ from vllm_ext.engine.recurrent import registry
 from vllm_ext.engine.startup_log import Started
 from vllm_ext.engine.v2 import model_runner
 from vllm_ext.engine.v2.logits_processor import RuleProcessor
-from vllm_ext.engine.v2.speculator import TreeSpeculator
+from vllm_ext.engine.v2.speculators.base import TreeSpeculator
 from vllm_ext.engine.worker_part import WorkerPart
 
 

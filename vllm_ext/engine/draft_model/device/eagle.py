@@ -44,7 +44,6 @@ class EagleOnDevice(ReadingPasses):
     def __init__(self, vllm_config: Any, options: EagleOptions, req_states: Any, backend: Backend) -> None:
         super().__init__(vllm_config, req_states, backend, f"speculative_config.model={options.model!r}")
         self._options = options
-        self._width = 1 + min(options.max_depth, options.num_speculative_tokens)  # rows of a short read
         self._most = vllm_config.scheduler_config.max_num_seqs
         self._head: EagleHead
         self._step: Committed
@@ -67,11 +66,11 @@ class EagleOnDevice(ReadingPasses):
             return torch.zeros((rows, size), dtype=dtype, device=self._device)
 
         of_target = self._target_config.model_config.get_hidden_size()
-        self._new = [zeros(short * self._width, of_target) for _ in range(max(len(head.layers), 1))]
+        self._new = [zeros(short * self.most_new, of_target) for _ in range(max(len(head.layers), 1))]
         self._rows = NodeRows(zeros(self._most, head.hidden_size))
         self._num_new = torch.zeros(short, dtype=torch.int32, device=self._device)
 
-    def is_short(self, input_batch: Any, most_new: int, behind: Any) -> bool:
+    def is_short(self, input_batch: Any, behind: Any) -> bool:
         """See `DevicePasses`: of larger batches the rows that there are, and no more."""
         return not input_batch.has_prefill and input_batch.num_reqs <= len(self._num_new)
 
@@ -79,10 +78,10 @@ class EagleOnDevice(ReadingPasses):
         """See `DevicePasses`."""
         self._step = committed
         number = input_batch.num_reqs
-        if not self.is_short(input_batch, self._width, None):
+        if not self.is_short(input_batch, None):
             return
-        place, _, _ = self._places(number, (1,) * self._width)
-        offset = place if committed.path is None else committed.path[:, : self._width]
+        place, _, _ = self._places(number, (1,) * self.most_new)
+        offset = place if committed.path is None else committed.path[:, : self.most_new]
         # Behind a request's rows, those of others.
         row = (input_batch.query_start_loc[:number, None] + offset).clamp(max=len(committed.hidden) - 1)
         row = row.flatten()
@@ -95,18 +94,18 @@ class EagleOnDevice(ReadingPasses):
         """What of the step's rows the head takes: ``[query rows, hidden size]`` each."""
         return self._step.streams if self.aux_layers else [self._step.hidden]
 
-    def _last_places(self, texts: Texts, most_new: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def _last_places(self, texts: Texts) -> tuple[torch.Tensor, torch.Tensor]:
         end = texts.lengths - 1
         new = self._num_new[: texts.number].clamp(min=1)  # what fills a batch up has none
         return (end - new).clamp(min=0), end
 
-    def _give_last(self, number: int, most_new: int) -> None:
-        rows = number * most_new
+    def _give_last(self, number: int) -> None:
+        rows = number * self.most_new
         self._features = self._head.features(torch.cat([kept[:rows] for kept in self._new], 1))
 
-    def _rows_of(self, input_batch: Any, most_new: int, behind: Any) -> np.ndarray[Any, Any]:
+    def _rows_of(self, input_batch: Any, behind: Any) -> np.ndarray[Any, Any]:
         scheduled = np.asarray(input_batch.num_scheduled_tokens)
-        return np.where(input_batch.is_prefilling_np, scheduled, np.minimum(scheduled, most_new))
+        return np.where(input_batch.is_prefilling_np, scheduled, np.minimum(scheduled, self.most_new))
 
     def _places_of(
         self, input_batch: Any, texts: Texts, number: torch.Tensor

@@ -101,7 +101,7 @@ class MedusaOnDevice(LastRowsOnDevice):
         self._heads = MedusaHeads(self._options.model, self._dtype, self._device)
         self.token_map = self._heads.token_map
 
-    def read_last(self, texts: Texts, most_new: int) -> Likeliest:
+    def read_last(self, texts: Texts) -> Likeliest:
         """See `DevicePasses`: all heads at once."""
         number = texts.number
         for kept, part in zip(self._said, self._all(self._hidden[:number]), strict=True):
@@ -154,7 +154,7 @@ class CloverOnDevice(LastRowsOnDevice):
         self._heads = clover_heads.load(self._options.model, self._dtype, self._device)
         self.token_map = self._heads.token_map
 
-    def read_last(self, texts: Texts, most_new: int) -> Likeliest:
+    def read_last(self, texts: Texts) -> Likeliest:
         """See `DevicePasses`: the states behind the last tokens."""
         tokens = self._states.all_token_ids.gpu[texts.slots, (texts.lengths - 1).long()]
         with torch.inference_mode():

@@ -96,6 +96,7 @@ class DevicePasses(ABC):
         None  # int64 [rows of the language head] their tokens; None: all, in order
     )
     deepest = 32  # nodes of which it knows something
+    most_new = 1  # tokens that a step may put out of a request; set before `load`
 
     def __init__(self, vllm_config: Any, req_states: Any, backend: Backend, what: str) -> None:
         self._target_config, self._states, self._backend, self._what = vllm_config, req_states, backend, what
@@ -137,35 +138,33 @@ class DevicePasses(ABC):
             committed: what it has computed.
         """
 
-    def is_short(self, input_batch: Any, most_new: int, behind: Any) -> bool:
+    def is_short(self, input_batch: Any, behind: Any) -> bool:
         """Whether `read_last` is enough; arguments as of `read`."""
         return True
 
     @abstractmethod
-    def read_last(self, texts: Texts, most_new: int) -> Likeliest:
+    def read_last(self, texts: Texts) -> Likeliest:
         """Read each text's last tokens, where nothing before them is new: the same shapes for as many requests.
 
         Args:
             texts: as they are now.
-            most_new: tokens that a request may have put out.
 
         Returns:
             The distribution after each one's last token.
         """
 
-    def read(self, input_batch: Any, texts: Texts, most_new: int, behind: Any) -> Likeliest:
+    def read(self, input_batch: Any, texts: Texts, behind: Any) -> Likeliest:
         """Read what the step has committed, as far as it was not.
 
         Args:
             input_batch: vLLM's, of the step.
             texts: as they are now.
-            most_new: tokens that a request may have put out.
             behind: int ``[requests]`` on the host: tokens more that were not read yet, at most.
 
         Returns:
             The distribution after each one's last token, or after what is there of an incomplete prompt.
         """
-        return self.read_last(texts, most_new)
+        return self.read_last(texts)
 
     def room(self, texts: Texts, widths: Sequence[int]) -> Room:
         """Where the nodes of a step lie, which all of its passes read.

@@ -35,16 +35,16 @@ class ReadingPasses(DevicePasses):
             runner.kv_cache_config, self._target_config, self._device, active_layer_names=set(self.layers)
         )[0]
 
-    def is_short(self, input_batch: Any, most_new: int, behind: Any) -> bool:
+    def is_short(self, input_batch: Any, behind: Any) -> bool:
         """See `DevicePasses`: no prompt, and nothing that was left unread."""
         return not input_batch.has_prefill and not behind.any()  # numpy
 
     @abstractmethod
-    def _last_places(self, texts: Texts, most_new: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def _last_places(self, texts: Texts) -> tuple[torch.Tensor, torch.Tensor]:
         """Of texts that decode, int32 ``[requests]``: the first place to be read, and one that is behind the last."""
 
     @abstractmethod
-    def _rows_of(self, input_batch: Any, most_new: int, behind: Any) -> np.ndarray[Any, Any]:
+    def _rows_of(self, input_batch: Any, behind: Any) -> np.ndarray[Any, Any]:
         """Arguments as of `read`; int ``[requests]`` on the host: how many places may have to be read, at most."""
 
     @abstractmethod
@@ -59,7 +59,7 @@ class ReadingPasses(DevicePasses):
             number: int64 ``[requests]``, of `_rows_of`.
         """
 
-    def _give_last(self, number: int, most_new: int) -> None:
+    def _give_last(self, number: int) -> None:
         """The rows of so many requests are read, as many of each as may be new."""
 
     def _give(self, input_batch: Any, whose: torch.Tensor, place: torch.Tensor) -> None:
@@ -75,29 +75,29 @@ class ReadingPasses(DevicePasses):
         """The distributions after the requests' last tokens; ``[requests, hidden]``."""
         return self._likeliest(hidden)
 
-    def read_last(self, texts: Texts, most_new: int) -> Likeliest:
+    def read_last(self, texts: Texts) -> Likeliest:
         """See `DevicePasses`: as the nodes of a chain."""
         number = texts.number
-        first, end = self._last_places(texts, most_new)
+        first, end = self._last_places(texts)
         begin = texts._replace(lengths=first)
-        place, _, _ = self._places(number, (1,) * most_new)
+        place, _, _ = self._places(number, (1,) * self.most_new)
         # Of a shorter text the last token is read again behind its end, where the tree's nodes will lie.
         at = torch.minimum(first[:, None] + place, end[:, None] - 1)
         if self.ahead:
             at = at + self.ahead
         tokens = self._states.all_token_ids.gpu[texts.slots[:, None], at.long()].to(torch.int32)
         parents = (place - 1).expand(number, -1).contiguous()
-        self._give_last(number, most_new)
-        room = super().room(begin, [1] * most_new)
-        rows = self._below(begin, room, tokens, parents, 0).view(number, most_new, -1)
+        self._give_last(number)
+        room = super().room(begin, [1] * self.most_new)
+        rows = self._below(begin, room, tokens, parents, 0).view(number, self.most_new, -1)
         last = (end - 1 - first).long()[:, None, None]
         return self._found(rows.gather(1, last.expand(-1, 1, rows.shape[2]))[:, 0])
 
-    def read(self, input_batch: Any, texts: Texts, most_new: int, behind: Any) -> Likeliest:
+    def read(self, input_batch: Any, texts: Texts, behind: Any) -> Likeliest:
         """See `DevicePasses`: prompts too, by the chunks of vLLM's step."""
         done = np.asarray(input_batch.num_computed_tokens_np) + np.asarray(input_batch.num_scheduled_tokens)
         number = input_batch.num_reqs
-        lengths = self._rows_of(input_batch, most_new, behind)
+        lengths = self._rows_of(input_batch, behind)
         starts = np.zeros(number + 1, np.int64)
         np.cumsum(lengths, out=starts[1:])
         owner = np.repeat(np.arange(number), lengths)

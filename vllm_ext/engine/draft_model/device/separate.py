@@ -49,14 +49,14 @@ class SeparateOnDevice(ReadingPasses):
         self.vocab_size = min(self.vocab_size, self.config.model_config.get_vocab_size())
         second_model.log_draft(self._options, self.model, self.layers)
 
-    def _last_places(self, texts: Texts, most_new: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return (texts.lengths - most_new).clamp(min=0), texts.lengths
+    def _last_places(self, texts: Texts) -> tuple[torch.Tensor, torch.Tensor]:
+        return (texts.lengths - self.most_new).clamp(min=0), texts.lengths
 
-    def _rows_of(self, input_batch: Any, most_new: int, behind: Any) -> np.ndarray[Any, Any]:
+    def _rows_of(self, input_batch: Any, behind: Any) -> np.ndarray[Any, Any]:
         scheduled = np.asarray(input_batch.num_scheduled_tokens)
         complete = input_batch.num_computed_tokens_np + scheduled >= input_batch.prefill_len_np
         rows: np.ndarray[Any, Any] = behind + np.where(
-            input_batch.is_prefilling_np, scheduled + complete, np.minimum(scheduled, most_new)
+            input_batch.is_prefilling_np, scheduled + complete, np.minimum(scheduled, self.most_new)
         )
         return rows
 

@@ -47,7 +47,7 @@ class SliceOnDevice(DevicePasses):
         self.layers = [name for index in self._kept for name in attention_names(target.model.layers[index])]
         self._slice = LayerSlice(self._target_config, target, self._kept, hand_out=False)
 
-    def read_last(self, texts: Texts, most_new: int) -> Likeliest:
+    def read_last(self, texts: Texts) -> Likeliest:
         """See `DevicePasses`: the last token alone, or any other of a text whose prompt is incomplete."""
         before = texts._replace(lengths=texts.lengths - 1)
         roots = self._states.all_token_ids.gpu[texts.slots, before.lengths.long()][:, None].to(torch.int32)

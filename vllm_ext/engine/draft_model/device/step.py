@@ -7,6 +7,7 @@ a batch up write nowhere.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from enum import Enum
 from typing import Any
 
@@ -63,12 +64,13 @@ class DraftStep:
     ) -> None:
         self.passes, self.num_nodes, self.max_num_reqs = passes, num_nodes, slots
         self._proposer, self._states, self._backend = proposer, req_states, backend
+        # Of trees with so many nodes at most, and int64 [requests] the `trees` they will be: how they are chosen.
+        self.chosen: Callable[[int, torch.Tensor], Growth] = lambda level, _: proposer.chosen_on_device(level)
         self._device: torch.device = req_states.device
-        self.most_new = 1 + min(proposer.most_depth, num_nodes)  # tokens that a step puts out
         levels = range(1, num_nodes + 1)
         chosen, drawn = proposer.chosen_on_device, proposer.drawn_on_device
         asked = max(sum(common_widths(chosen(level), drawn(level))) for level in levels)
-        self.draws = drawn(num_nodes).drawn
+        self.draws = proposer.draws and drawn(num_nodes).drawn
         self._kind = K_SEQ if drawn(num_nodes).independent else RECURSIVE
         # One more than there are slots: the home of whoever fills a batch up.
         self.trees = SlotTrees.of_size(slots + 1, num_nodes, self._device)
@@ -112,7 +114,7 @@ class DraftStep:
     def read(self, size: int) -> None:
         """Read each text's last tokens."""
         self.measure(size)
-        self.put_roots(self.passes.read_last(self.texts(size), self.most_new))
+        self.put_roots(self.passes.read_last(self.texts(size)))
 
     def measure(self, size: int) -> None:
         """Find out how long texts are."""
@@ -142,11 +144,15 @@ class DraftStep:
         if kind is Kind.DRAWN:
             growth: Growth = proposer.drawn_on_device(level)
         elif kind is Kind.MIXED:
-            growth = Mixed(proposer.chosen_on_device(level), proposer.drawn_on_device(level), is_drawn)
+            growth = Mixed(self.chosen(level, known["home"]), proposer.drawn_on_device(level), is_drawn)
         else:
-            growth = proposer.chosen_on_device(level)
+            growth = self.chosen(level, known["home"])
         rows = self._grow(growth, kind, texts, known)
-        self._put(growth.grown(), texts, rows, known["home"], is_drawn)
+        grown = growth.grown()
+        self._put(grown, texts, rows, known["home"], is_drawn)
+        if (groups := growth.groups()) is not None:
+            missing = self.num_nodes - groups.shape[1]
+            self.trees.groups[known["home"]] = torch.nn.functional.pad(groups, (1, missing), value=EMPTY)
 
     def _grow(self, growth: Growth, kind: Kind, texts: Texts, known: dict[str, torch.Tensor]) -> Rows:
         """Grow all trees.

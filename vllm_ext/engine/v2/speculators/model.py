@@ -22,7 +22,7 @@ from vllm_ext.engine.draft_model.device.separate import SeparateOnDevice
 from vllm_ext.engine.draft_model.device.slice import SliceOnDevice
 from vllm_ext.engine.draft_model.device.step import DraftStep, Kind
 from vllm_ext.engine.models import exit_heads
-from vllm_ext.engine.v2.speculator import StepRows, TreeSpeculator
+from vllm_ext.engine.v2.speculators.base import StepRows, TreeSpeculator
 from vllm_ext.kernels import backends
 from vllm_ext.proposers.clover import CloverOptions
 from vllm_ext.proposers.draft_model import DraftModelOptions, DraftModelProposer
@@ -44,12 +44,12 @@ class ModelSpeculator(TreeSpeculator):
         super().__init__(vllm_config, device, req_states)
         options: Any = self.settings.options
         vocab_size = vllm_config.model_config.get_vocab_size()
-        proposer = self.settings.proposer_class.from_options(options, vocab_size)
-        assert isinstance(proposer, DraftModelProposer)
+        proposer = self._drafting(self.settings.proposer_class.from_options(options, vocab_size))
         self._config = vllm_config
         self.passes = _passes(vllm_config, proposer, req_states)
         proposer.deepest = self.passes.deepest
-        self.max_depth = min(proposer.most_depth, self.num_nodes)
+        self.max_depth = self._deepest(min(proposer.most_depth, self.num_nodes))
+        self.passes.most_new = 1 + self.max_depth
         self.step = DraftStep(
             self.passes, proposer, self.num_nodes, self.max_num_reqs, req_states, backends.V2
         )
@@ -61,6 +61,15 @@ class ModelSpeculator(TreeSpeculator):
         )
         self._sampling: Any = None  # vLLM's ``SamplingStates``
         self._verifier: Any = None  # `TreeVerifier`
+
+    def _drafting(self, proposer: Any) -> DraftModelProposer:
+        """The one of a method that asks a model."""
+        assert isinstance(proposer, DraftModelProposer)
+        return proposer
+
+    def _deepest(self, asked: int) -> int:
+        """Of a tree's nodes, where the model's own are not deeper than ``asked``."""
+        return asked
 
     @property
     def memory(self) -> tuple[int, str]:
@@ -127,7 +136,7 @@ class ModelSpeculator(TreeSpeculator):
         passes = self.passes
         rests = not (passes.follows or input_batch.has_prefill) and behind.max() < READ_EVERY
         if not level and (rests or not passes.reads):
-            self._behind[slots] += np.minimum(input_batch.num_scheduled_tokens, self.step.most_new)
+            self._behind[slots] += np.minimum(input_batch.num_scheduled_tokens, self.passes.most_new)
             return self.step.tokens[:number]
         self._behind[slots] = 0
         path = self._verifier.walked.path if input_batch.num_draft_tokens else None
@@ -141,12 +150,12 @@ class ModelSpeculator(TreeSpeculator):
         step, graphs, number = self.step, self.graphs, input_batch.num_reqs
         size = graphs.covering(number) if graphs else number
         step.give(size, self._known(input_batch, slots))
-        if self.passes.is_short(input_batch, step.most_new, behind):
+        if self.passes.is_short(input_batch, behind):
             if not (graphs and graphs.run(size)):
                 step.read(number)
         else:
             step.measure(size)
-            step.put_roots(self.passes.read(input_batch, step.texts(number), step.most_new, behind))
+            step.put_roots(self.passes.read(input_batch, step.texts(number), behind))
         if level:
             kind = self._kind_of(slots)
             if not (graphs and graphs.run(size, level, kind)):

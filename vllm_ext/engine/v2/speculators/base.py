@@ -2,9 +2,9 @@
 """Between vLLM's V2 runner and its drafters: what the parts of a step share, and vLLM's ``BaseSpeculator``.
 
 A step's parts (`model_state`, `rejection_sampler`, `model_runner`) know the trees of the slots and how a step's rows
-lie. They do not know where the trees come from: grown on the device (`device_speculator`), or by a proposer on the host
-(`host_speculator`). No step asks for the value of a tensor on the host here, so that vLLM can prepare the next one
-while this one runs; what the host decides it decides by what it knew before the step. Only steps that hold a structured
+lie. They do not know where the trees come from: grown on the device (`device`, `model`, `fused`), or by a proposer on
+the host (`host`). No step asks for the value of a tensor on the host here, so that vLLM can prepare the next one while
+this one runs; what the host decides it decides by what it knew before the step. Only steps that hold a structured
 request wait, once, as vLLM's do: its tree is cut to what the grammar allows, on the host.
 """
 
@@ -26,8 +26,8 @@ from vllm_ext.config import speculative
 from vllm_ext.engine.structured_output import known_trees
 from vllm_ext.engine.structured_output.grammar import in_worker
 from vllm_ext.engine.structured_output.known_trees import KnownTrees
-from vllm_ext.engine.v2 import tree_rows
-from vllm_ext.engine.v2.counters import Counts
+from vllm_ext.engine.v2.speculators import tree_rows
+from vllm_ext.engine.v2.speculators.counters import Counts
 from vllm_ext.kernels import backends
 from vllm_ext.kernels.device_trees import EMPTY, RowLayout, SlotTrees, lay_out
 from vllm_ext.kernels.drawn_rows import DrawnTrees

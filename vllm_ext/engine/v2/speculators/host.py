@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from vllm.distributed.parallel_state import get_tp_group
 
-from vllm_ext.engine.v2 import tree_rows
-from vllm_ext.engine.v2.host_drafter import HostDrafts, Verified
-from vllm_ext.engine.v2.speculator import StepRows, TreeSpeculator, to_host
+from vllm_ext.engine.v2.speculators import tree_rows
+from vllm_ext.engine.v2.speculators.base import StepRows, TreeSpeculator, to_host
+from vllm_ext.engine.v2.speculators.host_drafter import HostDrafts, Verified
 from vllm_ext.kernels.device_trees import EMPTY, SlotTrees
 from vllm_ext.proposers.base import no_top
 from vllm_ext.proposers.tree import Float32

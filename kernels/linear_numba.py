@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import llvmlite.binding
@@ -92,6 +93,41 @@ def _compiled(form: str) -> Any:
     return c_function(_body(form), _Arguments)
 
 
+def in_steps(builder: Any, number: Any, step: Callable[[Any], None]) -> None:
+    """LLVM's code of ``step`` for 0 to ``number``, UNROLLED of them at a time."""
+    size = ir.Constant(LONG, UNROLLED)
+    unrolled = builder.udiv(number, size)
+    with cgutils.for_range(builder, unrolled) as loop:
+        for n in range(UNROLLED):
+            step(builder.add(builder.mul(loop.index, size), ir.Constant(LONG, n)))
+    done = builder.mul(unrolled, size)
+    with cgutils.for_range(builder, builder.sub(number, done)) as loop:
+        step(builder.add(done, loop.index))
+
+
+def by_height(builder: Any, count: Any, most: int, add_all: Callable[[int], None]) -> None:
+    """LLVM's code of a tile of ``count`` rows, 1 to ``most``: one part for each height."""
+    end = builder.append_basic_block("tile.end")
+    switch = builder.switch(count, end)
+    for height in range(1, most + 1):
+        block = builder.append_basic_block(f"tile.{height}")
+        switch.add_case(ir.Constant(LONG, height), block)
+        builder.position_at_end(block)
+        add_all(height)
+        builder.branch(end)
+    builder.position_at_end(end)
+
+
+def prefetching(builder: Any) -> Callable[[Any], None]:
+    """LLVM's code that fetches the line of an address into all caches."""
+    byte = ir.IntType(8).as_pointer()
+    function = cgutils.get_or_insert_function(
+        builder.module, ir.FunctionType(ir.VoidType(), [byte, INT, INT, INT]), "llvm.prefetch.p0"
+    )
+    to_read = [ir.Constant(INT, n) for n in (0, 3, 1)]  # data
+    return lambda address: builder.call(function, [builder.bitcast(address, byte), *to_read])
+
+
 @intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
 def _tile(
     typing: Any,
@@ -130,11 +166,7 @@ def _tile(
         dot = cgutils.get_or_insert_function(
             builder.module, ir.FunctionType(FLOATS, [FLOATS, INTS, INTS]), "llvm.x86.avx512bf16.dpbf16ps.512"
         ) if native else None  # fmt: skip
-        byte = ir.IntType(8).as_pointer()
-        prefetch = cgutils.get_or_insert_function(
-            builder.module, ir.FunctionType(ir.VoidType(), [byte, INT, INT, INT]), "llvm.prefetch.p0"
-        )
-        to_read = [ir.Constant(INT, n) for n in (0, 3, 1)]  # into all caches, data
+        prefetch = prefetching(builder)
         first = at(weight_type, weight, j)
         totals = [[cgutils.alloca_once(builder, FLOATS) for _ in range(vectors)] for _ in range(rows)]
 
@@ -152,7 +184,7 @@ def _tile(
             place = builder.mul(pair, integer(2 * LANES))
             for n in range(vectors):
                 line = builder.gep(first, [builder.add(builder.add(place, ahead), integer(n * LANES))])
-                builder.call(prefetch, [builder.bitcast(line, byte), *to_read])
+                prefetch(line)
             columns = []
             for n in range(vectors):
                 line = builder.gep(first, [builder.add(place, integer(n * LANES))])
@@ -171,27 +203,13 @@ def _tile(
                 for n, each in enumerate(total):
                     begin = at(bias_type, bias, builder.add(b, integer(n * LANES)))
                     builder.store(builder.load(builder.bitcast(begin, FLOATS.as_pointer()), align=4), each)
-            unrolled = builder.udiv(pairs, integer(UNROLLED))
-            with cgutils.for_range(builder, unrolled) as loop:
-                for n in range(UNROLLED):
-                    add_pair(starts, builder.add(builder.mul(loop.index, integer(UNROLLED)), integer(n)))
-            done = builder.mul(unrolled, integer(UNROLLED))
-            with cgutils.for_range(builder, builder.sub(pairs, done)) as loop:
-                add_pair(starts, builder.add(done, loop.index))
+            in_steps(builder, pairs, lambda pair: add_pair(starts, pair))
             for row, total in enumerate(totals[:height]):
                 for n, each in enumerate(total):
                     end = at(out_type, out, integer((row * vectors + n) * LANES))
                     builder.store(builder.load(each), builder.bitcast(end, FLOATS.as_pointer()), align=4)
 
-        end = builder.append_basic_block("tile.end")
-        switch = builder.switch(count, end)
-        for height in range(1, rows + 1):
-            block = builder.append_basic_block(f"tile.{height}")
-            switch.add_case(integer(height), block)
-            builder.position_at_end(block)
-            add_all(height)
-            builder.branch(end)
-        builder.position_at_end(end)
+        by_height(builder, count, rows, add_all)
         return context.get_dummy_value()
 
     n = types.int64

@@ -53,7 +53,8 @@ def constant_vector(kind: Any, value: Any) -> Any:
     return ir.Constant(kind, [value] * LANES)
 
 
-def _spread(builder: Any, scalar: Any) -> Any:
+def spread_float(builder: Any, scalar: Any) -> Any:
+    """LANES times a float."""
     undefined = ir.Constant(FLOATS, ir.Undefined)
     lane = builder.insert_element(undefined, scalar, ir.Constant(INT, 0))
     return builder.shuffle_vector(lane, undefined, ir.Constant(INTS, [0] * LANES))
@@ -192,7 +193,7 @@ def count_bits(typing: Any, bits: Any) -> Any:
 @intrinsic  # type: ignore[untyped-decorator]
 def splat(typing: Any, scalar: Any) -> Any:
     """A Vector of LANES times ``scalar``."""
-    return VECTOR(types.float32), lambda context, builder, signature, arguments: _spread(
+    return VECTOR(types.float32), lambda context, builder, signature, arguments: spread_float(
         builder, arguments[0]
     )
 
@@ -349,7 +350,7 @@ def multiply_tile(
         def add_row(term: Any, shared: list[Any]) -> None:
             for row, start in enumerate(starts):
                 factor = builder.load(element_pointer(context, builder, a_type, a, builder.add(start, term)))
-                factor = _spread(builder, factor)
+                factor = spread_float(builder, factor)
                 for column, vector in enumerate(shared):
                     target = sums[row * len(shared) + column]
                     product = builder.fmul(factor, vector, flags=("contract",))

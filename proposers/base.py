@@ -52,10 +52,11 @@ class MethodOptions(BaseModel):
         "shared: likewise, on the V2 model runner more of some trees than of others; "
         "fixed: always num_speculative_tokens",
     )
-    linear_layers: Literal["auto", "vllm"] = Field(
+    linear_layers: Literal["auto", "bfloat16", "vllm"] = Field(
         default="auto",
-        description="auto: on x86 CPUs without AMX bfloat16 layers multiply a tree's rows in about the time of one; "
-        "vllm: vLLM's own products",
+        description="auto: on x86 CPUs without AMX bfloat16 layers multiply a tree's rows in about the time of one, "
+        "and draft models and heads hold their weights in 8 bits; bfloat16: likewise, but in 16; vllm: vLLM's own "
+        "products",
     )
     state_dir: UserPath | None = Field(
         default=None,

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +55,8 @@ def assert_knows_everything(
     nodes: int,
     late: int,
     shortest: Sequence[int] = (3,),
+    seen: Callable[[Any], None] = lambda llm: None,
+    **options: Any,
 ) -> None:
     """All that heads draft is accepted, where they know the successors; of those that are late nothing is.
 
@@ -65,10 +67,13 @@ def assert_knows_everything(
         nodes: of a draft.
         late: 0 for heads that know them.
         shortest: the shortest prompt.
+        seen: is called with the engine.
+        options: of it.
     """
     prompts = [[*shortest], list(range(5, 60)), [9] * 130, [700, 20]]
     params = SamplingParams(temperature=0, max_tokens=101, ignore_eos=True)
-    for llm in engine(folder, config, **OPTIONS, max_num_batched_tokens=64):
+    for llm in engine(folder, config, **OPTIONS, max_num_batched_tokens=64, **options):
+        seen(llm)
         answers = generate(llm, prompts, [params] * 4)
         totals = counters(llm)
     assert_cycle(prompts, answers, after)

@@ -29,6 +29,7 @@ from vllm_ext.kernels.encoded_attention import EncodedRows, encoded_attention
 from vllm_ext.kernels.kv_layouts import vec_layout
 from vllm_ext.kernels.kv_move import Places, move_tokens
 from vllm_ext.kernels.linear import linear, pack
+from vllm_ext.kernels.linear8 import linear8, pack8
 from vllm_ext.kernels.top_k import top_k_ids
 from vllm_ext.kernels.tree_attention import tree_attention
 
@@ -68,6 +69,8 @@ def works(ops: set[str] | None) -> Iterator[Work]:
         yield from _encoded()
     if ops is None or "linear" in ops:
         yield from _linear()
+    if ops is None or "linear8" in ops:
+        yield from _linear8()
 
 
 def _top_k() -> Iterator[Work]:
@@ -166,6 +169,26 @@ def _linear() -> Iterator[Work]:
     yield Work(
         "linear", "numba", size, error, 1e-2, lambda: linear(x, next(pool), bias, "numba"), num_bytes, flops
     )
+
+
+def _linear8() -> Iterator[Work]:
+    inputs, outputs = 576, 8192
+    weights = [torch.randn(outputs, inputs).bfloat16() for _ in range(COLD // (inputs * outputs))]
+    packed, bias = [pack8(weight) for weight in weights], torch.randn(outputs)
+    pool = itertools.cycle(packed)
+    for rows in (1, 4):
+        x = torch.randn(rows, inputs).bfloat16()
+
+        def error(x: torch.Tensor = x) -> float:
+            exact = x.double() @ weights[0].double().T + bias.double()
+            return distance(linear8(x, packed[0], bias, "numba"), exact)
+
+        def call(x: torch.Tensor = x) -> torch.Tensor:
+            return linear8(x, next(pool), bias, "numba")
+
+        size = f"{rows} rows, {inputs} to {outputs}, 8 bits from memory"
+        num_bytes = packed[0].codes.nbytes + packed[0].scale.nbytes
+        yield Work("linear8", "numba", size, error, 3e-2, call, num_bytes, 2 * rows * inputs * outputs)
 
 
 def _moved(rng: np.random.Generator) -> Iterator[tuple[str, Call, int]]:

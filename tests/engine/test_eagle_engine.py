@@ -10,10 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 import tiny_eagle
+import torch
 from conftest import engine
 from distribution import BLOCK_SIZE
 from engine_heads import assert_knows_everything, assert_plains, assert_plains_distribution, fused
 from v2_requests import counters
+
+from vllm_ext.engine.models import cpu_linear
 
 pytestmark = pytest.mark.engine
 
@@ -59,6 +62,28 @@ def test_a_head_that_knows_everything(
     # Before a text's only row there is none that a block could begin with.
     shortest = [3] * (2 if by == "blocks" else 1)
     assert_knows_everything(folder, after, config, nodes, late, shortest)
+
+
+def bits_of_weights(worker: Any) -> set[int]:
+    """Of the head's layers that are multiplied by a kernel of ours."""
+    layers = worker.model_runner.drafter.model_drafts.passes.head.model.modules()
+    return {
+        round(8 * layer.packed_bytes / (layer.input_size * layer.output_size))
+        for layer in layers
+        if hasattr(layer, "packed_bytes") and hasattr(layer, "output_size")
+    }
+
+
+@pytest.mark.skipif(cpu_linear.reason_against(torch.bfloat16) is not None, reason="no kernel of ours")
+def test_a_head_in_8_bits_knows_everything_too(cycle: tuple[str, Any], tmp_path: Path) -> None:
+    folder, after = cycle
+    config = eagle(tiny_eagle.knowing(tmp_path / "head", Path(folder), after, "token", 0), 4)
+
+    def seen(llm: Any) -> None:
+        (bits,) = llm.collective_rpc(bits_of_weights)
+        assert bits == {8}
+
+    assert_knows_everything(folder, after, config, 4, 0, seen=seen, dtype="bfloat16")
 
 
 @pytest.fixture(

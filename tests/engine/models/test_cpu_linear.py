@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import platform
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -30,6 +31,33 @@ def test_layers_multiply_as_before(with_bias: bool) -> None:
         lambda x: utils.cpu_unquantized_gemm(made, x, made.weight, bias), backend="eager"
     )
     assert torch.equal(compiled(x), got)
+
+
+def test_what_drafts_is_held_in_8_bits() -> None:
+    made, wide = layer(64, 48), layer(32, 8194)
+    x = torch.randn(3, 48).bfloat16()
+    want = torch.nn.functional.linear(x, made.weight, made.bias).float()
+    assert cpu_linear.take_over(made, remove_weight=True, bits=8)
+    assert made.packed_bytes == 64 * 48 + 4 * 64
+    got = utils.cpu_unquantized_gemm(made, x, made.weight, made.bias)
+    assert 0.0 < (got.float() - want).abs().max() < 5e-2
+    compiled = torch.compile(
+        lambda x: utils.cpu_unquantized_gemm(made, x, made.weight, made.bias), backend="eager"
+    )
+    assert torch.equal(compiled(x), got)
+    assert cpu_linear.take_over(wide, remove_weight=True, bits=8)  # sums in 8 bits would be too long
+    assert wide.packed_bytes == 2 * 32 * 8194
+
+
+@pytest.mark.parametrize(("chosen", "bits"), [("auto", 8), ("bfloat16", 16)])
+def test_layers_know_that_they_draft(chosen: str, bits: int) -> None:
+    method = {"method": "token_recycling", "linear_layers": chosen}
+    config = SimpleNamespace(additional_config={"vllm_ext": {"speculation": method}})
+    assert cpu_linear.bits_of_drafts(config) == bits
+    assert cpu_linear._BITS.get() == 16
+    with cpu_linear.drafts(config):
+        assert cpu_linear._BITS.get() == bits
+    assert cpu_linear._BITS.get() == 16
 
 
 def test_weights_that_others_read_stay() -> None:

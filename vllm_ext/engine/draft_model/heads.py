@@ -51,9 +51,10 @@ class LastRows(ModelPasses):
     def _for_few_rows(self, heads: torch.nn.Module) -> None:
         """Let their linear layers multiply by our product where the target's do."""
         if cpu_linear.wanted(self._target_config):
+            bits = cpu_linear.bits_of_drafts(self._target_config)
             for layer in heads.modules():
                 if isinstance(layer, torch.nn.Linear):
-                    cpu_linear.take_over(layer, remove_weight=True)
+                    cpu_linear.take_over(layer, True, bits)
 
     def verified(self, trees: StepTrees) -> None:
         """See `ModelPasses`."""

@@ -23,7 +23,8 @@ from vllm.forward_context import set_forward_context
 from vllm_ext.engine import tree_layers
 from vllm_ext.engine.attention import tree_backend
 from vllm_ext.engine.tree_layout import StepTrees, offsets
-from vllm_ext.kernels.top_k import MAX_K, top_k_ids
+from vllm_ext.kernels.likeliest import likeliest
+from vllm_ext.kernels.top_k import MAX_K
 from vllm_ext.kernels.tree_attention import TreeRows
 from vllm_ext.proposers.draft_model import Rows
 from vllm_ext.proposers.tree import DraftTree, Int32
@@ -242,9 +243,7 @@ class DraftPasses(ModelPasses):
     def _distributions(self, hidden: Any) -> Rows:
         with torch.inference_mode():
             logits = self._logits(hidden)[:, : self._vocab_size]
-            ids = top_k_ids(logits, min(MAX_K, self._vocab_size))
-            total = torch.logsumexp(logits.float(), 1, keepdim=True)
-            log_q = logits.gather(1, ids.long()).float() - total
+            ids, log_q = likeliest(logits, min(MAX_K, self._vocab_size))
             if self._token_map is not None:
                 ids = self._token_map[ids.long()].to(torch.int32)
         return Rows(ids.cpu().numpy(), log_q.cpu().numpy())

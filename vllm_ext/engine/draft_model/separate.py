@@ -16,7 +16,7 @@ import torch
 
 from vllm_ext.engine.draft_model.own_caches import OwnCaches, packed
 from vllm_ext.engine.draft_model.passes import Growth, Pass
-from vllm_ext.engine.models import second_model
+from vllm_ext.engine.models import cpu_linear, second_model
 from vllm_ext.proposers.draft_model import DraftModelOptions
 
 PREFIX = "companion"  # of the layers' names
@@ -34,9 +34,9 @@ class SeparateModel(OwnCaches):
 
     def load(self, target: Any) -> None:
         """Build it and load its weights; its layers then take part in vLLM's sizing of the caches."""
-        self.config, self.model, self.layers = second_model.load(
-            self._target_config, self._options, target, PREFIX
-        )
+        with cpu_linear.drafts(self._target_config):
+            loaded = second_model.load(self._target_config, self._options, target, PREFIX)
+        self.config, self.model, self.layers = loaded
         self.own_layers = self.layers
         self._vocab_size = min(self._vocab_size, self.config.model_config.get_vocab_size())
         second_model.log_draft(self._options, self.model, self.layers)

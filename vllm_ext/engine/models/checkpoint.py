@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from vllm_ext.data import model_files
-from vllm_ext.kernels.top_k import MAX_K, top_k_ids
+from vllm_ext.kernels.likeliest import likeliest as best_of
+from vllm_ext.kernels.top_k import MAX_K
 
 FIELD = "speculative_config.model"
 
@@ -140,9 +141,7 @@ def likeliest(logits: torch.Tensor, token_map: torch.Tensor | None) -> tuple[tor
         int32 token ids, and float32 log-probabilities among the tokens that the head knows, both
         ``[num_rows, support]``, likeliest first.
     """
-    ids = top_k_ids(logits, min(MAX_K, logits.shape[1]))
-    total = torch.logsumexp(logits.float(), 1, keepdim=True)
-    log_q = logits.gather(1, ids.long()).float() - total
+    ids, log_q = best_of(logits, min(MAX_K, logits.shape[1]))
     if token_map is not None:
         ids = token_map[ids.long()].to(torch.int32)
     return ids, log_q

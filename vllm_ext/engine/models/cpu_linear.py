@@ -5,11 +5,17 @@ vLLM keeps how a layer multiplies on the layer, as ``cpu_linear``, which its ``q
 there. Its registry of layer classes takes others instead of its own: ours give layers that are not quantised a method
 that packs the weights for our product. Those that it does not take are left to vLLM, which then packs them its own way:
 no weight is held twice.
+
+Models and heads that draft hold their weights in 8 bits (`kernels.linear8`): they are small, so that reading them is
+most of their time, and no output depends on their last bits.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -21,6 +27,7 @@ from vllm.platforms import current_platform
 
 from vllm_ext.config import speculative
 from vllm_ext.kernels import linear as kernel
+from vllm_ext.kernels.linear8 import MOST_INPUTS, pack8
 
 logger = init_logger("vllm.vllm_ext")
 
@@ -33,6 +40,8 @@ LAYERS = (
     vocab_parallel_embedding.VocabParallelEmbedding,
     vocab_parallel_embedding.ParallelLMHead,
 )
+
+_BITS: ContextVar[int] = ContextVar("bits of the weights of layers that are made", default=16)
 
 
 def register() -> None:
@@ -64,19 +73,25 @@ class _Layer:
                 layer.quant_method = _Linear()
             elif type(method) is vocab_parallel_embedding.UnquantizedEmbeddingMethod:
                 layer.quant_method = _Embedding()
+            if isinstance(layer.quant_method, _Linear | _Embedding):
+                layer.quant_method.bits = _BITS.get()
 
 
 class _Linear(linear.UnquantizedLinearMethod):  # type: ignore[misc]  # vLLM is untyped to us
+    bits = 16
+
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         """vLLM's, of layers that our product does not take."""
-        if getattr(layer, "_cpu_skip_gemm_dispatch", False) or not take_over(layer, remove_weight=True):
+        if getattr(layer, "_cpu_skip_gemm_dispatch", False) or not take_over(layer, True, self.bits):
             super().process_weights_after_loading(layer)
 
 
 class _Embedding(vocab_parallel_embedding.UnquantizedEmbeddingMethod):  # type: ignore[misc]
+    bits = 16
+
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         """Likewise. The rows of an embedding are read as they are."""
-        if not take_over(layer, remove_weight=False):
+        if not take_over(layer, False, self.bits):
             super().process_weights_after_loading(layer)
 
 
@@ -88,6 +103,26 @@ def wanted(vllm_config: Any) -> bool:
     return reason_against(vllm_config.model_config.dtype) is None
 
 
+def bits_of_drafts(vllm_config: Any) -> int:
+    """Of the weights of models and heads that draft, where `wanted`: 8 or 16."""
+    settings = speculative.from_vllm_config(vllm_config)
+    return 8 if settings is not None and settings.options.linear_layers == "auto" else 16
+
+
+@contextmanager
+def drafts(vllm_config: Any) -> Iterator[None]:
+    """Layers that are made meanwhile draft.
+
+    Args:
+        vllm_config: the engine's.
+    """
+    token = _BITS.set(bits_of_drafts(vllm_config))
+    try:
+        yield
+    finally:
+        _BITS.reset(token)
+
+
 def reason_against(dtype: torch.dtype) -> str | None:
     """Why vLLM's own products serve better here; None: ours do."""
     if dtype != torch.bfloat16:
@@ -97,23 +132,29 @@ def reason_against(dtype: torch.dtype) -> str | None:
     return kernel.machine_problem()
 
 
-def take_over(layer: Any, remove_weight: bool) -> bool:
+def take_over(layer: Any, remove_weight: bool, bits: int = 16) -> bool:
     """Pack a layer's weights and let it multiply by them; False where vLLM is to do it.
 
     Args:
         layer: a module with a ``weight``.
         remove_weight: whether nothing else reads the weights as they are.
+        bits: of the packed weights, 8 or 16.
     """
     weight = layer.weight
     if weight.is_meta or kernel.problem(weight) is not None:
         return False
-    packed = kernel.pack(weight.detach())
+    packed: tuple[torch.Tensor, ...]
+    if bits == 8 and weight.shape[1] <= MOST_INPUTS:
+        op, packed = _ops()[1], pack8(weight.detach())
+    else:
+        op, packed = _ops()[0], (kernel.pack(weight.detach()),)
     nothing = torch.zeros(weight.shape[0], dtype=torch.float32)
-    op = _op()
 
     def cpu_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        result: torch.Tensor = op(x, packed, nothing if bias is None else bias.float())
+        result: torch.Tensor = op(x, *packed, nothing if bias is None else bias.float())
         return result
+
+    layer.packed_bytes = sum(part.nbytes for part in packed)
 
     layer.cpu_linear = cpu_linear
     if remove_weight:
@@ -123,17 +164,20 @@ def take_over(layer: Any, remove_weight: bool) -> bool:
 
 
 @functools.cache
-def _op() -> Any:
-    """The product as an op, which vLLM's compiled graphs call and do not look into."""
+def _ops() -> tuple[Any, Any]:
+    """The products as ops, which vLLM's compiled graphs call and do not look into: of weights in 16 bits, and in 8."""
     library: Any = torch.library.Library("vllm_ext", "FRAGMENT")  # type: ignore[no-untyped-call]
     library.define("linear(Tensor x, Tensor packed, Tensor bias) -> Tensor")
+    library.define("linear8(Tensor x, Tensor codes, Tensor scale, Tensor bias) -> Tensor")
 
-    def shape_only(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-        return x.new_empty((*x.shape[:-1], bias.shape[0]))
+    def shape_only(x: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
+        return x.new_empty((*x.shape[:-1], others[-1].shape[0]))
 
+    from vllm_ext.kernels.linear8_numba import linear8_numba
     from vllm_ext.kernels.linear_numba import linear_numba
 
-    library.impl("linear", linear_numba, "CPU")
-    library._register_fake("linear", shape_only)
-    _op.library = library  # type: ignore[attr-defined]  # what it has defined goes with it
-    return torch.ops.vllm_ext.linear.default
+    for name, function in (("linear", linear_numba), ("linear8", linear8_numba)):
+        library.impl(name, function, "CPU")
+        library._register_fake(name, shape_only)
+    _ops.library = library  # type: ignore[attr-defined]  # what it has defined goes with it
+    return torch.ops.vllm_ext.linear.default, torch.ops.vllm_ext.linear8.default

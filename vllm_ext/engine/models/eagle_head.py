@@ -18,6 +18,7 @@ from vllm.model_executor.models import ModelRegistry
 
 from vllm_ext.config.head_files import FALCON_BLOCK
 from vllm_ext.data import model_files
+from vllm_ext.engine.models import cpu_linear
 from vllm_ext.engine.models.second_model import weight_bytes
 
 logger = init_logger("vllm.vllm_ext")
@@ -111,7 +112,11 @@ class EagleHead:
         speculation = self.config.speculative_config
         context = vllm_config.compilation_config.static_forward_context
         before = set(context)
-        with set_current_vllm_config(self.config), set_model_tag("eagle_head"):
+        with (
+            set_current_vllm_config(self.config),
+            set_model_tag("eagle_head"),
+            cpu_linear.drafts(self.config),
+        ):
             self.model = get_model(vllm_config=self.config, model_config=speculation.draft_model_config)
         self.attention = [
             layer

@@ -92,7 +92,11 @@ def weight_bytes(model: Any) -> int:
     total: int = sum(parameter.nbytes for parameter in model.parameters())
     for layer in model.modules():
         weight = getattr(layer, "weight", None)  # of a quantised target's layers there is none
-        if isinstance(layer, LinearBase) and weight is not None and not weight.numel():
+        if weight is None or weight.numel():
+            continue
+        if hasattr(layer, "packed_bytes"):
+            total += layer.packed_bytes
+        elif isinstance(layer, LinearBase):
             inputs = getattr(layer, "input_size_per_partition", layer.input_size)
             outputs = getattr(layer, "output_size_per_partition", layer.output_size)
             total += inputs * outputs * weight.element_size()

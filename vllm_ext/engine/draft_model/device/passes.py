@@ -21,7 +21,8 @@ from vllm_ext.engine import tree_layers
 from vllm_ext.engine.attention import tree_backend
 from vllm_ext.engine.draft_model.passes import forward_context
 from vllm_ext.kernels.backends import Backend
-from vllm_ext.kernels.top_k import MAX_K, top_k_ids
+from vllm_ext.kernels.likeliest import likeliest
+from vllm_ext.kernels.top_k import MAX_K
 from vllm_ext.kernels.tree_attention import TreeRows
 
 MOST_LOGITS = 256  # rows whose logits are there at a time
@@ -309,9 +310,7 @@ class DevicePasses(ABC):
 
     def _of_logits(self, logits: torch.Tensor) -> Likeliest:
         support = min(MAX_K, logits.shape[1])
-        ids = top_k_ids(logits, support, self._backend)
-        total = torch.logsumexp(logits.float(), 1, keepdim=True)
-        log_q = logits.gather(1, ids.long()).float() - total
+        ids, log_q = likeliest(logits, support, self._backend)
         if self.token_map is not None:
             ids = self.token_map[ids.long()].to(torch.int32)
         missing = MAX_K - support

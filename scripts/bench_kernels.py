@@ -195,12 +195,47 @@ def linear_table(rounds: int) -> None:
         print(f"| {rows} | " + " | ".join(f"{statistics.median(t):.1f}" for t in times) + " |", flush=True)
 
 
+def _multiply(function: Any, x: torch.Tensor, bias: torch.Tensor, weight: Any) -> object:
+    return function(x, weight, bias)
+
+
+def linear8_table(rounds: int) -> None:
+    """Print milliseconds of products with weights in 16 and in 8 bits, from memory, which take turns."""
+    from vllm_ext.kernels.linear import linear, pack
+    from vllm_ext.kernels.linear8 import linear8, pack8
+
+    shapes = [(8192, 576), (3072, 576), (576, 1536)]  # a draft's language head, gate and up, down
+    print(f"{machine()}; median of {rounds} rounds, ms\n")
+    print("| rows | " + " | ".join(f"{o:,} x {i:,}, bfloat16 | 8 bits" for o, i in shapes) + " |")
+    print("| ---: |" + " ---: |" * (2 * len(shapes)))
+    forms: list[tuple[Any, Any]] = [(linear, pack), (linear8, pack8)]
+    pools = [
+        [
+            itertools.cycle([pack_it(torch.randn(o, i).bfloat16()) for _ in range(POOL // (2 * o * i))])
+            for _, pack_it in forms
+        ]
+        for o, i in shapes
+    ]
+    for rows in (1, 2, 4, 8, 16):
+        cells = []
+        for (outputs, inputs), of_shape in zip(shapes, pools, strict=True):
+            x, nothing = torch.randn(rows, inputs).bfloat16(), torch.zeros(outputs)
+            times: list[list[float]] = [[], []]
+            for _ in range(rounds):
+                for column, (multiply, _), pool in zip(times, forms, of_shape, strict=True):
+                    column.append(us(functools.partial(_multiply, multiply, x, nothing), pool, 4) / 1e3)
+            cells += [f"{statistics.median(column):.3f}" for column in times]
+        print(f"| {rows} | " + " | ".join(cells) + " |", flush=True)
+
+
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description="Time vllm_ext.kernels on one CPU core.")
     parser.add_argument("--rounds", type=int, default=31)
     parser.add_argument("--cold", action="store_true", help="logits from memory, not from a cache")
-    parser.add_argument("--op", choices=("top_k_ids", "tree_attention", "linear"), default="top_k_ids")
+    parser.add_argument(
+        "--op", choices=("top_k_ids", "tree_attention", "linear", "linear8"), default="top_k_ids"
+    )
     args = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -209,6 +244,9 @@ def main() -> None:
         return
     if args.op == "linear":
         linear_table(args.rounds)
+        return
+    if args.op == "linear8":
+        linear8_table(args.rounds)
         return
 
     state = "cold" if args.cold else "warm"

@@ -15,6 +15,8 @@ from conftest import engine
 from distribution import BLOCK_SIZE
 from engine_heads import assert_knows_everything, assert_plains, assert_plains_distribution, fused
 from v2_requests import counters
+from vllm.model_executor.layers.linear import LinearBase
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
 from vllm_ext.engine.models import cpu_linear
 
@@ -65,12 +67,12 @@ def test_a_head_that_knows_everything(
 
 
 def bits_of_weights(worker: Any) -> set[int]:
-    """Of the head's layers that are multiplied by a kernel of ours."""
+    """Of the head's own layers."""
     layers = worker.model_runner.drafter.model_drafts.passes.head.model.modules()
     return {
         round(8 * layer.packed_bytes / (layer.input_size * layer.output_size))
         for layer in layers
-        if hasattr(layer, "packed_bytes") and hasattr(layer, "output_size")
+        if isinstance(layer, LinearBase | ParallelLMHead)
     }
 
 

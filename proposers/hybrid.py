@@ -220,14 +220,15 @@ class Hybrid(Proposer):
             request.request_id: DraftTree(*self._fuse(request, trees)[:3])
             for request, trees in zip(requests, proposals, strict=True)
         }
-        given = self.gain.given
+        given = {name: self.gain.given_to(name) for name in others}
         asked = {
             request.request_id
             for request in requests
-            if request.has_room and given * unsaid(others[request.request_id]) >= self.least_first
+            if request.has_room
+            and given[request.request_id] * unsaid(others[request.request_id]) >= self.least_first
         }
         self.read(asked)
-        drafter.beside, drafter.least_reach = others, self.least_reach / given
+        drafter.beside, drafter.given, drafter.least_reach = others, given, self.least_reach
         started = time.perf_counter()
         trees = drafter.propose(
             [each if each.request_id in asked else replace(each, budget_tokens=0) for each in requests]
@@ -236,7 +237,10 @@ class Hybrid(Proposer):
         for name in asked:
             if name in drafter.blind:
                 continue
-            reach = [unsaid(others[name]), *drafter.reached.get(name, ())]
+            reach = [
+                unsaid(others[name]),
+                *(tokens / given[name] for tokens in drafter.reached.get(name, ())),
+            ]
             self.gain.drafted(name, others[name], reach)
         return trees
 

@@ -20,6 +20,7 @@ from vllm_ext.proposers.tree import DraftTree
 FADE = 0.98  # of evidence, a step
 TRUST = 8.0  # reach's worth of it that FIRST of it is accepted, and said by no other
 FIRST = 0.6
+OWN_TRUST = 3.0  # reach's worth of what is known of all requests, where one has evidence of its own
 LEAST = 0.01  # with less a node of others is none of the draft's own
 UNSAID = 1e-6  # of such a node that has some of its own below
 
@@ -28,11 +29,13 @@ class PassGain:
     """What passes of a draft have brought that others had not: learnt from what became of them.
 
     A pass is expected to bring `JointTree.reach`; what it brought is one where the text came to a node of its depth
-    that no other had proposed.
+    that no other had proposed. Of all requests that fades, so that what did not pay is tried again; what a request has
+    shown itself does not.
     """
 
     def __init__(self) -> None:
         self._reach = self._hits = 0.0
+        self._own: dict[str, tuple[float, float]] = {}  # by request, reach and hits
         self._drafted: dict[
             str, tuple[DraftTree, list[float]]
         ] = {}  # by request, what others said, reach by pass
@@ -41,6 +44,11 @@ class PassGain:
     def given(self) -> float:
         """Tokens for each of reach."""
         return (self._hits + TRUST * FIRST) / (self._reach + TRUST)
+
+    def given_to(self, request_id: str) -> float:
+        """Tokens for each of reach, of one request."""
+        reach, hits = self._own.get(request_id, (0.0, 0.0))
+        return (hits + OWN_TRUST * self.given) / (reach + OWN_TRUST)
 
     def drafted(self, request_id: str, others: DraftTree, reach: Sequence[float]) -> None:
         """A request has a tree.
@@ -64,12 +72,16 @@ class PassGain:
         for name, tokens in zip(request_ids, emitted, strict=True):
             others, reach = self._drafted.pop(name, (None, []))
             if others is not None and tokens:
+                hits = max(min(len(reach), len(tokens) - 1) - len(others.path(tokens)), 0)
                 self._reach += sum(reach)
-                self._hits += max(min(len(reach), len(tokens) - 1) - len(others.path(tokens)), 0)
+                self._hits += hits
+                before = self._own.get(name, (0.0, 0.0))
+                self._own[name] = FADE * before[0] + sum(reach), FADE * before[1] + hits
 
     def forget(self, request_id: str) -> None:
         """A request is gone."""
         self._drafted.pop(request_id, None)
+        self._own.pop(request_id, None)
 
 
 def unsaid(others: DraftTree) -> float:
@@ -84,10 +96,12 @@ class JointTree(LikeliestTree):
         num_nodes: most nodes of the draft's own.
         max_depth: deepest nodes.
         others: the other tree, with the chances of its paths.
+        given: tokens for each of reach, see `PassGain`.
     """
 
-    def __init__(self, num_nodes: int, max_depth: int, others: DraftTree) -> None:
+    def __init__(self, num_nodes: int, max_depth: int, others: DraftTree, given: float = 1.0) -> None:
         super().__init__(num_nodes, max_depth)
+        self._given = given
         self._own: dict[
             int, float
         ] = {}  # by node that the draft was asked about, what it gives it after its parent
@@ -131,8 +145,9 @@ class JointTree(LikeliestTree):
         self._room -= len(self._wanted)
 
     def reach(self) -> float:
-        """See `TreeBuilder.reach`: what is said better by others does not count."""
-        return sum(self.values[node] * max(1.0 - self._told.get(node, 0.0), 0.0) for node in self._wanted)
+        """See `TreeBuilder.reach`: what is said better by others does not count; in tokens that it will bring."""
+        unsaid = sum(self.values[node] * max(1.0 - self._told.get(node, 0.0), 0.0) for node in self._wanted)
+        return self._given * unsaid
 
     def kept(self) -> list[int]:
         """The draft's own nodes, and of others' those that have some of it below."""

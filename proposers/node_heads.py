@@ -22,10 +22,12 @@ class NodeHeads(DynamicTreeProposer):
     fuses: ClassVar[bool] = True
     tested_with: ClassVar[Mapping[str, Any]] = {}  # tests make heads for their models
 
-    beside: Mapping[str, DraftTree] = {}  # set by a hybrid: by request id, what its other drafters propose
+    # Set by a hybrid, by request id: what its other drafters propose, and what passes have been worth.
+    beside: Mapping[str, DraftTree] = {}
+    given: Mapping[str, float] = {}
 
     def _builder(self, request: Request) -> TreeBuilder:
         others = self.beside.get(request.request_id)
         if others is None or request.chain:
             return super()._builder(request)
-        return JointTree(*self.limits(request), others)
+        return JointTree(*self.limits(request), others, self.given[request.request_id])

@@ -129,6 +129,26 @@ def test_what_passes_bring_is_what_no_other_said() -> None:
     assert gain.given == pytest.approx(before, rel=0.01)
 
 
+def test_what_a_request_has_shown_is_its_own() -> None:
+    """One in which passes bring nothing is not asked for more, whatever they bring to others; a new one is as all."""
+    gain = PassGain()
+    for _ in range(50):
+        for name in ("good", "bad"):
+            gain.drafted(name, chain([5, 6], 0.5), [0.5, 0.4, 0.3])
+        gain.judge(["good", "bad"], [[5, 6, 7, 8], [5, 6, 9]])
+    assert gain.given_to("bad") < 0.1 < gain.given_to("new") == gain.given < 0.6 < gain.given_to("good")
+    for _ in range(400):
+        gain.judge(["good"], [[5, 6, 7]])
+    assert gain.given_to("bad") < 0.1
+    gain.forget("bad")
+    assert gain.given_to("bad") == gain.given
+
+
+def test_what_passes_were_worth_counts_for_the_next() -> None:
+    paid, unpaid = (JointTree(8, 4, chain([99], 0.9), given) for given in (1.0, 0.1))
+    assert len(grown(paid, least_reach=0.2)) > len(grown(unpaid, least_reach=0.2)) == 1
+
+
 def test_what_others_leave_unsaid() -> None:
     assert unsaid(DraftTree.empty()) == 1.0
     assert unsaid(chain([5, 6], 0.75)) == pytest.approx(0.25)

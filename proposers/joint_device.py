@@ -51,6 +51,18 @@ def joint_prior(bases: int) -> npt.NDArray[np.float64]:
     return np.concatenate([MIDDLES, shared, np.zeros(bases - 2 * len(MIDDLES))])
 
 
+class Bins(NamedTuple):
+    """Of what the head gives a node after its parent. Made once: a graph must not copy from the host."""
+
+    bounds: torch.Tensor  # float32 [bins - 1]
+    middles: torch.Tensor  # float32 [bins]
+
+    @classmethod
+    def on(cls, device: torch.device) -> Bins:
+        """There."""
+        return cls(*(torch.from_numpy(each).to(device) for each in (BOUNDS, MIDDLES)))
+
+
 class Others(NamedTuple):
     """Trees that are there before. A node stands behind its parent; what is no node has no parent."""
 
@@ -88,6 +100,7 @@ class Joint(Growth):
         max_depth: deepest nodes of the head's own.
         others: the other trees.
         estimates: float32 ``[levels, bases, depths]``; the last level is the head's, of `joint_prior`.
+        bins: on their device.
         chains: whether there may be requests whose trees have no branches.
     """
 
@@ -99,6 +112,7 @@ class Joint(Growth):
         max_depth: int,
         others: Others,
         estimates: torch.Tensor,
+        bins: Bins,
         *,
         chains: bool = True,
     ) -> None:
@@ -107,11 +121,10 @@ class Joint(Growth):
         self._widths = widths(num_nodes, self.max_depth)
         levels, bases, self._depths = estimates.shape
         self._first_group = (levels - 1) * bases * self._depths  # of the head's
-        self._bounds = torch.from_numpy(BOUNDS).to(estimates.device)
-        middles = torch.from_numpy(MIDDLES).to(estimates.device)
+        self._bounds = bins.bounds
         # Chances of what the head gives, for each of it: inside a bin as it is given.
-        own = estimates[-1, : 2 * len(middles)].view(2, -1, self._depths)
-        self._worth = own / middles[:, None]
+        own = estimates[-1, : 2 * len(bins.middles)].view(2, -1, self._depths)
+        self._worth = own / bins.middles[:, None]
         self._there = others.above >= ROOT
         # By other node, the group that says what it has of its parent's chance, and that.
         self._groups = others.groups

@@ -19,6 +19,8 @@ from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from vllm.model_executor.layers.attention import attention
 
+# What copies from the host: a graph must not.
+FROM_HOST = tuple((torch, name) for name in ("from_numpy", "tensor", "as_tensor"))
 WAITS = ("_local_scalar_dense", "item", "nonzero", "is_nonzero", "equal")
 _recording: list[RecordedGraph] = []
 
@@ -57,6 +59,11 @@ class RecordedGraph(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torc
             if new or func._schema.is_mutable:  # else a view
                 self.calls.append((func, args, kwargs, new))
         return result
+
+    @property
+    def paused(self) -> bool:
+        """Whether a function runs that is recorded whole."""
+        return self._paused > 0
 
     def whole(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Record a call of what torch does not see."""
@@ -111,13 +118,14 @@ def recorded_instead_of_captured(
 
     def refused(function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
-            assert not _recording, f"{function} while a graph is captured"
+            captured = _recording and not _recording[-1].paused
+            assert not captured, f"{function} while a graph is captured"
             return function(*args, **kwargs)
 
         return call
 
     with pytest.MonkeyPatch.context() as patch:
-        for owner, name in forbidden:
+        for owner, name in (*FROM_HOST, *forbidden):
             patch.setattr(owner, name, refused(getattr(owner, name)))
         for owner, name in ((GridExecutor, "__call__"), *unseen):
             patch.setattr(owner, name, seen(getattr(owner, name)))

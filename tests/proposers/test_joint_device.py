@@ -12,13 +12,14 @@ import torch
 from vllm_ext.kernels.ancestor_bits import ancestor_bits
 from vllm_ext.kernels.device_trees import EMPTY, WORDS, SlotTrees
 from vllm_ext.proposers.hybrid import BOUNDS
-from vllm_ext.proposers.joint_device import MIDDLES, MOST, Joint, Others, joint_prior
+from vllm_ext.proposers.joint_device import MIDDLES, MOST, Bins, Joint, Others, joint_prior
 from vllm_ext.proposers.likeliest_device import Likeliest
 from vllm_ext.proposers.sampled_device import SUPPORT, Growth, Limits, Rows, widths
 
 Path = tuple[int, ...]
 VOCAB, LEVELS, BASES, DEPTHS = 60, 3, 36, 4
 HEAD = LEVELS - 1  # the level of its groups
+BINS = Bins.on(torch.device("cpu"))
 
 
 def after(path: Path, spread: float = 1.5) -> tuple[np.ndarray, np.ndarray]:
@@ -161,20 +162,19 @@ def test_it_is_the_plain_form(nodes: int, max_depth: int) -> None:
     estimates = estimates_of(nodes)
     trees, tokens = trees_of(requests, nodes)
     limits = Limits(depths, chains)
-    growth = Joint(nodes, max_depth, Others.of(trees, torch.arange(6), tokens), torch.from_numpy(estimates))
+    others = Others.of(trees, torch.arange(6), tokens)
+    growth = Joint(nodes, max_depth, others, torch.from_numpy(estimates), BINS)
     grow(growth, limits)
     both = 0
-    for request, others in enumerate(requests):
-        wanted, groups = plain(
-            others, estimates, nodes, max_depth, int(depths[request]), bool(chains[request])
-        )
+    for request, said in enumerate(requests):
+        wanted, groups = plain(said, estimates, nodes, max_depth, int(depths[request]), bool(chains[request]))
         found = paths_of(growth, request)
         assert found == wanted
         assert growth.groups()[request, : len(found)].tolist() == [groups[path] for path in found]
         assert (growth.groups()[request, len(found) :] == EMPTY).all()
         if chains[request]:
             assert [len(path) for path in found] == list(range(1, len(found) + 1))
-        both += sum(path in others and groups[path] != others[path] for path in found)
+        both += sum(path in said and groups[path] != said[path] for path in found)
     assert both > 0  # heads and others agree somewhere
 
 
@@ -185,7 +185,7 @@ def test_beside_nothing_it_asks_as_the_likeliest_tree() -> None:
     estimates[HEAD, : len(MIDDLES)] = torch.from_numpy(MIDDLES)[:, None]
     trees, tokens = trees_of([{}, {}], nodes)
     limits = Limits(torch.tensor([99, 3], dtype=torch.int32), torch.tensor([False, True]))
-    joint = Joint(nodes, 5, Others.of(trees, torch.arange(2), tokens), estimates)
+    joint = Joint(nodes, 5, Others.of(trees, torch.arange(2), tokens), estimates, BINS)
     alone = Likeliest(nodes, 5)
     assert joint.widths == alone.widths
     assert grow(joint, limits) == grow(alone, limits)
@@ -197,10 +197,13 @@ def test_all_is_done_in_shapes_that_the_options_say() -> None:
     """No value is asked for: a graph can hold it."""
     nodes, estimates, noise = 8, torch.from_numpy(estimates_of(1)), torch.empty(0)
     trees, tokens = trees_of([others_of(seed, nodes, False) for seed in range(3)], nodes)
-    growth = Joint(nodes, 4, Others.of(trees, torch.arange(3), tokens), estimates)
+    slots = torch.arange(3)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.Tensor, "item", lambda self: pytest.fail("waits"))
         patch.setattr(torch.Tensor, "__bool__", lambda self: pytest.fail("waits"))
+        for name in ("from_numpy", "tensor", "as_tensor"):
+            patch.setattr(torch, name, lambda *_, **__: pytest.fail("copies from the host"))
+        growth = Joint(nodes, 4, Others.of(trees, slots, tokens), estimates, BINS)
         rows = Rows(torch.zeros(3, 1, SUPPORT, dtype=torch.int32), torch.full((3, 1, SUPPORT), 1 / SUPPORT))
         limits = Limits(torch.full((3,), 9, dtype=torch.int32), torch.zeros(3, dtype=torch.bool))
         for depth, width in enumerate((1, *growth.widths)):

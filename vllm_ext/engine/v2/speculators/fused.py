@@ -15,7 +15,7 @@ from vllm_ext.engine.v2.speculators.base import StepRows
 from vllm_ext.engine.v2.speculators.device_tables import DeviceTables
 from vllm_ext.engine.v2.speculators.model import ModelSpeculator
 from vllm_ext.proposers.draft_model import DraftModelProposer
-from vllm_ext.proposers.joint_device import Joint, Others
+from vllm_ext.proposers.joint_device import Bins, Joint, Others
 from vllm_ext.proposers.sampled_device import Growth
 
 
@@ -26,6 +26,7 @@ class FusedSpeculator(ModelSpeculator):
         super().__init__(vllm_config, device, req_states)
         # One more slot than there are: of whoever fills a batch up, as in `DraftStep`.
         self.tables = DeviceTables(vllm_config, self, self.max_num_reqs + 1, beside_heads=True)
+        self._bins = Bins.on(device)
         self.step.chosen = self._joint
 
     def _drafting(self, proposer: Any) -> DraftModelProposer:
@@ -41,7 +42,7 @@ class FusedSpeculator(ModelSpeculator):
         others = Others.of(drafter.trees, home, drafter.tokens[: len(home)])
         chains = self.chain_reason is not None or self.known_trees is None
         estimates = drafter.calibration.estimates
-        return Joint(level, self._heads.most_depth, others, estimates, chains=chains)
+        return Joint(level, self._heads.most_depth, others, estimates, self._bins, chains=chains)
 
     @property
     def memory(self) -> tuple[int, str]:

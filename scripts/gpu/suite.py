@@ -117,6 +117,9 @@ class Suite:
         shape = CORRECT["float32"]
         for name, write in (("eagle_tree", heads.eagle), ("medusa_tree", heads.medusa)):
             graphs[name] = {"method": name, "model": write(shape, self.work / f"float32-{name}"), **fixed}
+        head = {"method": HEAD, "model": graphs[HEAD]["model"]}  # type: ignore[index]
+        drafters = ["token_recycling", "suffix_tree", head]
+        graphs["hybrid with a head"] = {"method": "hybrid", "drafters": drafters, **fixed}
         larger = {"method": "token_recycling", "budget": "fixed", "num_speculative_tokens": 15}
         if self.dry:
             self.start("float32", CORRECT["float32"], {**graphs, "token_recycling 15": larger}, **options)

@@ -89,7 +89,9 @@ def test_a_head_in_8_bits_knows_everything_too(cycle: tuple[str, Any], tmp_path:
 
 
 @pytest.fixture(
-    scope="module", params=[None, tiny_eagle.FALCON, tiny_eagle.FSPAD], ids=["eagle", "falcon", "fspad"]
+    scope="module",
+    params=[None, tiny_eagle.FALCON, pytest.param(tiny_eagle.FSPAD, marks=pytest.mark.slow)],
+    ids=["eagle", "falcon", "fspad"],
 )
 def head(request: pytest.FixtureRequest, slice_dir: str, tmp_path_factory: pytest.TempPathFactory) -> str:
     return tiny_eagle.random(tmp_path_factory.mktemp("head"), Path(slice_dir), architecture=request.param)

@@ -67,6 +67,23 @@ def pack(weight: torch.Tensor) -> torch.Tensor:
     return weight.view(rows // BLOCK, BLOCK, columns // 2, 2).transpose(1, 2).contiguous()
 
 
+def check(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor) -> None:
+    """Refuse what does not go with packed weights ``[out_features / BLOCK, in_features / 2, BLOCK, 2]``.
+
+    Raises:
+        ValueError: dtypes or shapes other than `linear` says.
+    """
+    blocks, pairs = packed.shape[:2]
+    if x.dtype != torch.bfloat16 or x.shape[-1] != 2 * pairs:
+        raise ValueError(
+            f"x is {x.dtype} {tuple(x.shape)}: the weights take bfloat16 with {2 * pairs} in the last dimension"
+        )
+    if bias.dtype != torch.float32 or bias.shape != (blocks * BLOCK,):
+        raise ValueError(
+            f"bias is {bias.dtype} {tuple(bias.shape)}: it must be float32 ({blocks * BLOCK},), zeros for none"
+        )
+
+
 def linear(
     x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor, backend: backends.Backend = "auto"
 ) -> torch.Tensor:
@@ -84,15 +101,7 @@ def linear(
     Raises:
         ValueError: dtypes or shapes other than these, or no such backend.
     """
-    blocks, pairs = packed.shape[:2]
-    if x.dtype != torch.bfloat16 or x.shape[-1] != 2 * pairs:
-        raise ValueError(
-            f"x is {x.dtype} {tuple(x.shape)}: the weights take bfloat16 with {2 * pairs} in the last dimension"
-        )
-    if bias.dtype != torch.float32 or bias.shape != (blocks * BLOCK,):
-        raise ValueError(
-            f"bias is {bias.dtype} {tuple(bias.shape)}: it must be float32 ({blocks * BLOCK},), zeros for none"
-        )
+    check(x, packed, bias)
     if backends.choose(backend, x) == "torch":
         return linear_ref(x, packed, bias)
     from vllm_ext.kernels.linear_numba import linear_numba

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 
 from vllm_ext.kernels import backends
-from vllm_ext.kernels.linear import BLOCK, problem
+from vllm_ext.kernels.linear import BLOCK, check, problem
 from vllm_ext.kernels.linear8_ref import linear8_ref
 
 MOST = 127
@@ -67,16 +67,7 @@ def linear8(
     Raises:
         ValueError: dtypes or shapes other than these, or no such backend.
     """
-    blocks, pairs = packed.codes.shape[:2]
-    inputs = 2 * pairs
-    if x.dtype != torch.bfloat16 or x.shape[-1] != inputs:
-        raise ValueError(
-            f"x is {x.dtype} {tuple(x.shape)}: the weights take bfloat16 with {inputs} in the last dimension"
-        )
-    if bias.dtype != torch.float32 or bias.shape != (blocks * BLOCK,):
-        raise ValueError(
-            f"bias is {bias.dtype} {tuple(bias.shape)}: it must be float32 ({blocks * BLOCK},), zeros for none"
-        )
+    check(x, packed.codes, bias)
     if backends.choose(backend, x) == "torch":
         return linear8_ref(x, packed.codes, packed.scale, bias)
     from vllm_ext.kernels.linear8_numba import linear8_numba

@@ -130,7 +130,7 @@ class Joint(Growth):
         self._groups = others.groups
         chances = estimates.view(-1)[others.groups.clamp(min=0).long()]
         self._chances = chances.clamp(LEAST, MOST)
-        self._of_others = self._values_of_others()
+        self._of_others: torch.Tensor  # values; `give` makes them
         # Of the head's nodes, by depth: float32 [requests, nodes] values, and int32 [4, requests, nodes] tokens,
         # parents' entries, depths and groups.
         self._values: list[torch.Tensor] = []

@@ -37,7 +37,7 @@ MOST_OF_MODEL = {
     "eagle_tree": (408, 712),
     "clover_tree": (462, 766),
     "medusa_tree": (196, 389),
-    "hybrid+eagle_tree": (592, 718),
+    "hybrid+eagle_tree": (588, 714),
 }
 STEPS = 6
 STARTS_NONE = (

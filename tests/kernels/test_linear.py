@@ -6,21 +6,13 @@ from __future__ import annotations
 import llvmlite.binding
 import pytest
 import torch
+from linear_cases import SIZES, assert_rows_are_apart, assert_threads_and_shapes_change_nothing, case
 
 from vllm_ext.kernels.linear import BLOCK, linear, pack, problem
 from vllm_ext.kernels.linear_numba import FORMS, linear_numba
 
 PAIRS = bool(llvmlite.binding.get_host_cpu_features().get("avx512bf16"))
 RUNNABLE = [form for form in FORMS if form != "pairs" or PAIRS]
-# Rows around the tiles' heights; pairs that are whole unrolled steps, and not; one block and several.
-SIZES = [(1, 64, 32), (4, 6, 32), (5, 576, 96), (8, 2, 64), (12, 62, 160), (13, 1536, 64), (29, 570, 96)]
-
-
-def case(rows: int, inputs: int, outputs: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(rows * inputs + outputs)
-    shapes = (rows, inputs), (outputs, inputs), (outputs,)
-    x, weight, bias = (torch.randn(shape, generator=generator) for shape in shapes)
-    return x.bfloat16(), weight.bfloat16(), bias
 
 
 def wrong(got: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> bool:
@@ -50,26 +42,13 @@ def test_products_are_right(form: str, size: tuple[int, int, int]) -> None:
 def test_a_row_does_not_depend_on_the_others(form: str) -> None:
     x, weight, bias = case(29, 570, 96)
     packed = pack(weight)
-    alone = torch.cat([linear_numba(x[n : n + 1], packed, bias, form) for n in range(29)])
-    for rows in range(1, 30):
-        assert torch.equal(linear_numba(x[:rows], packed, bias, form), alone[:rows])
+    assert_rows_are_apart(lambda rows: linear_numba(rows, packed, bias, form), x)
 
 
 def test_threads_and_shapes_change_nothing() -> None:
     x, weight, bias = case(12, 62, 160)
     packed = pack(weight)
-    before = torch.get_num_threads()
-    try:
-        torch.set_num_threads(1)
-        one = linear(x, packed, bias)
-        torch.set_num_threads(3)  # more than there are blocks for each
-        assert torch.equal(linear(x, packed, bias), one)
-    finally:
-        torch.set_num_threads(before)
-    assert torch.equal(linear(x.view(3, 4, 62), packed, bias), one.view(3, 4, 160))
-    apart = torch.cat([x, x], 1)[:, :62]
-    assert torch.equal(linear(apart, packed, bias), one)
-    assert linear(x[:0], packed, bias).shape == (0, 160)
+    assert_threads_and_shapes_change_nothing(lambda rows: linear(rows, packed, bias), x)
 
 
 def test_infinities_and_nan_stay_in_their_row() -> None:

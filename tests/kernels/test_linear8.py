@@ -6,6 +6,7 @@ from __future__ import annotations
 import llvmlite.binding
 import pytest
 import torch
+from linear_cases import SIZES, assert_rows_are_apart, assert_threads_and_shapes_change_nothing, case
 
 from vllm_ext.kernels.linear import BLOCK
 from vllm_ext.kernels.linear8 import MOST_INPUTS, linear8, pack8
@@ -17,15 +18,6 @@ RUNNABLE = [
     for form, needed in zip(FORMS, ("avx512vnni", "avx512bw", "avx2"), strict=True)
     if FEATURES.get(needed)
 ]
-# Rows around the tiles' heights; pairs that are whole unrolled steps, and not; one block and several.
-SIZES = [(1, 64, 32), (4, 6, 32), (5, 576, 96), (8, 2, 64), (12, 62, 160), (13, 1536, 64), (29, 570, 96)]
-
-
-def case(rows: int, inputs: int, outputs: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(rows * inputs + outputs)
-    shapes = (rows, inputs), (outputs, inputs), (outputs,)
-    x, weight, bias = (torch.randn(shape, generator=generator) for shape in shapes)
-    return x.bfloat16(), weight.bfloat16(), bias
 
 
 @pytest.mark.parametrize("form", RUNNABLE)
@@ -75,26 +67,13 @@ def test_sums_of_the_longest_rows_do_not_overflow() -> None:
 def test_a_row_does_not_depend_on_the_others(form: str) -> None:
     x, weight, bias = case(29, 570, 96)
     packed = pack8(weight)
-    alone = torch.cat([linear8_numba(x[n : n + 1], *packed, bias, form) for n in range(29)])
-    for rows in range(1, 30):
-        assert torch.equal(linear8_numba(x[:rows], *packed, bias, form), alone[:rows])
+    assert_rows_are_apart(lambda rows: linear8_numba(rows, *packed, bias, form), x)
 
 
 def test_threads_and_shapes_change_nothing() -> None:
     x, weight, bias = case(12, 62, 160)
     packed = pack8(weight)
-    before = torch.get_num_threads()
-    try:
-        torch.set_num_threads(1)
-        one = linear8(x, packed, bias)
-        torch.set_num_threads(3)  # more than there are blocks for each
-        assert torch.equal(linear8(x, packed, bias), one)
-    finally:
-        torch.set_num_threads(before)
-    assert torch.equal(linear8(x.view(3, 4, 62), packed, bias), one.view(3, 4, 160))
-    apart = torch.cat([x, x], 1)[:, :62]
-    assert torch.equal(linear8(apart, packed, bias), one)
-    assert linear8(x[:0], packed, bias).shape == (0, 160)
+    assert_threads_and_shapes_change_nothing(lambda rows: linear8(rows, packed, bias), x)
 
 
 def test_what_is_no_number_stays_in_its_row() -> None:

@@ -43,7 +43,7 @@ def is_on_device(settings: Settings) -> bool:
 
 
 def _is_of_tables(options: HybridOptions) -> bool:
-    """Whether what drafts without passes is what the device's form is made of."""
+    """Whether the drafters without passes are those of the device's form."""
     others = [each for each in options.drafters if not isinstance(make_options(each)[1], HeadOptions)]
     return all(isinstance(each, str) for each in others) and set(others) == DEVICE_DRAFTERS
 

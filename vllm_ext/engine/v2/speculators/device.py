@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from vllm_ext.engine.v2.speculators.base import StepRows, TreeSpeculator
-from vllm_ext.engine.v2.speculators.device_tables import DeviceTables
+from vllm_ext.engine.v2.speculators.base import TreeSpeculator
+from vllm_ext.engine.v2.speculators.device_tables import DeviceTables, WithTables
 
 
-class DeviceSpeculator(TreeSpeculator):
+class DeviceSpeculator(WithTables, TreeSpeculator):
     """Token Recycling's tables, and a tree for each slot."""
 
     def __init__(self, vllm_config: Any, device: torch.device, req_states: Any) -> None:
@@ -28,26 +28,7 @@ class DeviceSpeculator(TreeSpeculator):
     def start(self, slot: int, request: Any, chain: bool, most_depth: int) -> None:
         self.tables.start(slot, request, chain, most_depth)
 
-    def apply_staged_writes(self) -> None:
-        super().apply_staged_writes()
-        self.tables.apply_staged_writes()
-
-    def needs(self, has_drafts: bool) -> bool:
-        return self.tables.needs(has_drafts)
-
-    def learn(self, rows: StepRows) -> None:
-        self.tables.learn(rows)
-
     def draft(self, input_batch: Any, *args: Any, dummy_run: bool = False, **kwargs: Any) -> torch.Tensor:
         if dummy_run or kwargs.get("num_speculative_tokens") == 0:
             return self.drafter.tokens[: input_batch.num_reqs]
         return self.tables.grow(input_batch)
-
-    def serve(self) -> None:
-        self.tables.serve()
-
-    def close(self) -> None:
-        self.tables.close()
-
-    def forget(self) -> None:
-        self.drafter.forget()

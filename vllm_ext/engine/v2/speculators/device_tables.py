@@ -113,3 +113,34 @@ class DeviceTables:
     def close(self) -> None:
         """See `TreeSpeculator.close`."""
         self._checkpointer.close()
+
+
+class WithTables:
+    """Mixin in front of a `TreeSpeculator`: what it has of its tables alone."""
+
+    tables: DeviceTables
+
+    def apply_staged_writes(self) -> None:
+        """See `TreeSpeculator`."""
+        super().apply_staged_writes()  # type: ignore[misc]
+        self.tables.apply_staged_writes()
+
+    def needs(self, has_drafts: bool) -> bool:
+        """See `TreeSpeculator`."""
+        return self.tables.needs(has_drafts)
+
+    def learn(self, rows: StepRows) -> None:
+        """See `TreeSpeculator`."""
+        self.tables.learn(rows)
+
+    def serve(self) -> None:
+        """See `TreeSpeculator`."""
+        self.tables.serve()
+
+    def forget(self) -> None:
+        """See `TreeSpeculator`."""
+        self.tables.drafter.forget()
+
+    def close(self) -> None:
+        """See `TreeSpeculator`."""
+        self.tables.close()

@@ -11,15 +11,14 @@ from typing import Any
 
 import torch
 
-from vllm_ext.engine.v2.speculators.base import StepRows
-from vllm_ext.engine.v2.speculators.device_tables import DeviceTables
+from vllm_ext.engine.v2.speculators.device_tables import DeviceTables, WithTables
 from vllm_ext.engine.v2.speculators.model import ModelSpeculator
 from vllm_ext.proposers.draft_model import DraftModelProposer
 from vllm_ext.proposers.joint_device import Bins, Joint, Others
 from vllm_ext.proposers.sampled_device import Growth
 
 
-class FusedSpeculator(ModelSpeculator):
+class FusedSpeculator(WithTables, ModelSpeculator):
     """Tables and heads."""
 
     def __init__(self, vllm_config: Any, device: torch.device, req_states: Any) -> None:
@@ -53,26 +52,7 @@ class FusedSpeculator(ModelSpeculator):
         super().start(slot, request, chain, most_depth)
         self.tables.start(slot, request, chain, most_depth)
 
-    def apply_staged_writes(self) -> None:
-        super().apply_staged_writes()
-        self.tables.apply_staged_writes()
-
-    def needs(self, has_drafts: bool) -> bool:
-        return self.tables.needs(has_drafts)
-
-    def learn(self, rows: StepRows) -> None:
-        self.tables.learn(rows)
-
     def draft(self, input_batch: Any, *args: Any, dummy_run: bool = False, **kwargs: Any) -> torch.Tensor:
         if not dummy_run and kwargs.get("num_speculative_tokens") != 0:
             self.tables.grow(input_batch)
         return super().draft(input_batch, *args, dummy_run=dummy_run, **kwargs)
-
-    def serve(self) -> None:
-        self.tables.serve()
-
-    def close(self) -> None:
-        self.tables.close()
-
-    def forget(self) -> None:
-        self.tables.drafter.forget()

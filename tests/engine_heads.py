@@ -39,6 +39,20 @@ def options_of(method: str, target: str, folder: Path) -> dict[str, Any]:
     return options
 
 
+# Of one chunk and of several.
+PROMPTS: list[list[int]] = [[3], list(range(5, 60)), [9] * 130, [700, 20]]
+
+
+def along(after: torch.Tensor) -> list[list[int]]:
+    """Prompts in which each token is followed by its successor: where more than the last token says what comes."""
+    prompts = []
+    for token, length in ((3, 3), (5, 55), (9, 130), (700, 4)):
+        prompts.append([token])
+        while len(prompts[-1]) < length:
+            prompts[-1].append(int(after[prompts[-1][-1]]))
+    return prompts
+
+
 def assert_cycle(prompts: Sequence[list[int]], answers: Sequence[Sequence[int]], after: torch.Tensor) -> None:
     """Each token is followed by its successor: `tiny_heads.successors`."""
     for prompt, answer in zip(prompts, answers, strict=True):
@@ -54,7 +68,7 @@ def assert_knows_everything(
     config: dict[str, Any],
     nodes: int,
     late: int,
-    shortest: Sequence[int] = (3,),
+    prompts: list[list[int]] = PROMPTS,
     seen: Callable[[Any], None] = lambda llm: None,
     **options: Any,
 ) -> None:
@@ -66,11 +80,10 @@ def assert_knows_everything(
         config: vLLM's ``speculative_config``, with chains of so many nodes.
         nodes: of a draft.
         late: 0 for heads that know them.
-        shortest: the shortest prompt.
+        prompts: four of them.
         seen: is called with the engine.
         options: of it.
     """
-    prompts = [[*shortest], list(range(5, 60)), [9] * 130, [700, 20]]
     params = SamplingParams(temperature=0, max_tokens=101, ignore_eos=True)
     for llm in engine(folder, config, **OPTIONS, max_num_batched_tokens=64, **options):
         seen(llm)

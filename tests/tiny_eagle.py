@@ -49,6 +49,7 @@ def write(
 
 
 FALCON, FSPAD = "FalconLlamaForCausalLMEagle3", "FspadLlamaForCausalLMEagle3"
+CHIMERA = "ChimeraLlamaForCausalLMEagle3"
 
 
 def of(architecture: str) -> dict[str, Any]:
@@ -105,6 +106,11 @@ def random(folder: Path, target: Path, num_rows: int | None = None, architecture
             "sampling.up.weight": weight(inner, width),
             "sampling.down.weight": weight(width, inner),
         }
+    if architecture == CHIMERA:
+        tensors |= {
+            "trigram.block.weight": weight(3 * width, 3 * width),
+            "trigram.down.weight": weight(width, 3 * width),
+        }
     named = {} if architecture is None else {"architectures": [architecture], **of(architecture)}
     return write(folder, target, tensors, [0, last], **named)
 
@@ -125,7 +131,8 @@ def knowing(
         after: its successors.
         by: 'token': by its tokens, at all depths, as each row attends to its own token alone; 'feature': by what it
             takes of the target, which it gets below the last token only; 'sampling': by tokens again, and these only
-            by FSPAD's feature sampling; 'blocks': as 'token', two tokens further on, as Falcon's blocks of two ask.
+            by FSPAD's feature sampling; 'blocks': as 'token', two tokens further on, as Falcon's blocks of two ask;
+            'trigram': as 'token', by the first of Chimera's three tokens.
         late: how many tokens.
         naming: `head_of`, or `second_choice`.
     """
@@ -133,7 +140,8 @@ def knowing(
 
     embeddings = load_file(target / "model.safetensors")["model.embed_tokens.weight"]
     one, none = torch.eye(WIDTH), torch.zeros(WIDTH, WIDTH)
-    by_token = by in ("token", "blocks")
+    by_token = by in ("token", "blocks", "trigram")
+    further = {"feature": 2, "blocks": 2, "trigram": 3}.get(by, 1)
     # Embeddings come normed, so that a token's product with itself is WIDTH, and that with any other far less.
     own = torch.cat([2.0 * one, none], 1)
     tensors = {
@@ -145,7 +153,7 @@ def knowing(
         "midlayer.mlp.gate_proj.weight": torch.zeros(64, WIDTH),
         "midlayer.mlp.up_proj.weight": torch.zeros(64, WIDTH),
         "midlayer.mlp.down_proj.weight": torch.zeros(WIDTH, 64),
-        "lm_head.weight": naming(embeddings, after, (2 if by in ("feature", "blocks") else 1) + late),
+        "lm_head.weight": naming(embeddings, after, further + late),
         **{
             f"{norm}.weight": torch.ones(WIDTH)
             for norm in (
@@ -160,6 +168,12 @@ def knowing(
     shape: dict[str, Any] = {"num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": WIDTH}
     if by == "blocks":
         shape |= {"architectures": [FALCON], **of(FALCON)}
+    if by == "trigram":
+        shape["architectures"] = [CHIMERA]
+        tensors |= {
+            "trigram.block.weight": torch.zeros(3 * WIDTH, 3 * WIDTH),
+            "trigram.down.weight": torch.cat([one, none, none], 1),
+        }
     if by == "sampling":
         shape["architectures"] = [FSPAD]
         tensors |= {

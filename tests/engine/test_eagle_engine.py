@@ -13,7 +13,14 @@ import tiny_eagle
 import torch
 from conftest import engine
 from distribution import BLOCK_SIZE
-from engine_heads import assert_knows_everything, assert_plains, assert_plains_distribution, fused
+from engine_heads import (
+    PROMPTS,
+    along,
+    assert_knows_everything,
+    assert_plains,
+    assert_plains_distribution,
+    fused,
+)
 from v2_requests import counters
 from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
@@ -42,6 +49,8 @@ def eagle(model: str, nodes: int = 12, **options: Any) -> dict[str, Any]:
         ("feature", "eagle_tree", 1),
         ("sampling", "eagle_tree", 0),
         pytest.param("sampling", "eagle_tree", 1, marks=pytest.mark.slow),
+        ("trigram", "eagle_tree", 0),
+        pytest.param("trigram", "eagle_tree", 1, marks=pytest.mark.slow),
         ("blocks", "eagle_tree", 0),
         pytest.param("blocks", "hybrid", 0, marks=pytest.mark.slow),
         pytest.param("blocks", "eagle_tree", 1, marks=pytest.mark.slow),
@@ -61,9 +70,10 @@ def test_a_head_that_knows_everything(
     config = eagle(head, nodes)
     if method == "hybrid":
         config = fused(config)
-    # Before a text's only row there is none that a block could begin with.
-    shortest = [3] * (2 if by == "blocks" else 1)
-    assert_knows_everything(folder, after, config, nodes, late, shortest)
+    prompts = along(after) if by == "trigram" else PROMPTS
+    if by == "blocks":  # before a text's only row there is none that a block could begin with
+        prompts = [[3, 3], *prompts[1:]]
+    assert_knows_everything(folder, after, config, nodes, late, prompts)
 
 
 def bits_of_weights(worker: Any) -> set[int]:
@@ -90,8 +100,13 @@ def test_a_head_in_8_bits_knows_everything_too(cycle: tuple[str, Any], tmp_path:
 
 @pytest.fixture(
     scope="module",
-    params=[None, tiny_eagle.FALCON, pytest.param(tiny_eagle.FSPAD, marks=pytest.mark.slow)],
-    ids=["eagle", "falcon", "fspad"],
+    params=[
+        None,
+        tiny_eagle.FALCON,
+        pytest.param(tiny_eagle.CHIMERA, marks=pytest.mark.slow),
+        pytest.param(tiny_eagle.FSPAD, marks=pytest.mark.slow),
+    ],
+    ids=["eagle", "falcon", "chimera", "fspad"],
 )
 def head(request: pytest.FixtureRequest, slice_dir: str, tmp_path_factory: pytest.TempPathFactory) -> str:
     return tiny_eagle.random(tmp_path_factory.mktemp("head"), Path(slice_dir), architecture=request.param)
@@ -119,14 +134,17 @@ def compared(worker: Any, folder: str) -> float:
 
     from vllm_ext.engine.draft_model.passes import DraftPasses, Growth
     from vllm_ext.training.eagle import Head
+    from vllm_ext.training.eagle_relatives.chimera import ChimeraHead
     from vllm_ext.training.eagle_relatives.fspad import FspadHead
+    from vllm_ext.training.eagle_texts import windows
 
     runner = worker.model_runner
     passes = runner.drafter.model_drafts.passes
     config = json.loads((Path(folder) / "config.json").read_text())
     config["eagle_aux_hidden_state_layer_ids"] = config["eagle_config"]["eagle_aux_hidden_state_layer_ids"]
     config.setdefault("head_dim", config["hidden_size"] // config["num_attention_heads"])
-    kind = {tiny_eagle.FSPAD: FspadHead}.get(config["architectures"][0], Head)
+    kinds = {tiny_eagle.FSPAD: FspadHead, tiny_eagle.CHIMERA: ChimeraHead}
+    kind = kinds.get(config["architectures"][0], Head)
     embedding = runner.model.model.embed_tokens.weight.float()
     trained = kind(config, embedding, np.arange(config["vocab_size"], dtype=np.int32)).eval()
     stored = {name: each.float() for name, each in load_file(Path(folder) / "model.safetensors").items()}
@@ -140,16 +158,19 @@ def compared(worker: Any, folder: str) -> float:
     passes._kv_slots = lambda _, index: torch.from_numpy(index.astype(np.int64))
     passes._block_table = lambda _: torch.zeros(1, 1, dtype=torch.int32)
     passes._growth["a text"], passes._features = Growth(0, 0), passes.head.features(aux)
+    read = windows(tokens, torch.zeros(rows, dtype=torch.int64), trained.num_read)
+    passes._features = passes.head.beside(passes._features, read[:, :-1])
     found = DraftPasses._grow(passes, ["a text"] * rows, range(-1, rows - 1), tokens.tolist())
     del passes._kv_slots, passes._block_table, passes._growth["a text"]
     with torch.no_grad():
-        features = trained.modulated(tokens, trained.features(aux))
-        inputs, turns = trained.inputs(tokens, features), trained.turns(torch.arange(rows))
-        read = trained.queries(inputs, turns), *trained.keys_values(inputs, turns)
-        query, key, value = (each.transpose(0, 1)[None] for each in read)
+        features = trained.modulated(read, trained.features(aux))
+        inputs, turns = trained.inputs(read, features), trained.turns(torch.arange(rows))
+        parts = trained.queries(inputs, turns), *trained.keys_values(inputs, turns)
+        query, key, value = (each.transpose(0, 1)[None] for each in parts)
         attended = scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
         own = trained.output(features, attended[0].transpose(0, 1).flatten(1))
-        wanted = trained.norm(own[:, : config["hidden_size"]]), trained.handed_on(own)
+        handed_on = [trained.handed_on(own), embedding[read[:, 1:]].flatten(1)]
+        wanted = trained.norm(own[:, : config["hidden_size"]]), torch.cat(handed_on, 1)
     return max(float((a.float() - b).abs().max()) for a, b in zip(found, wanted, strict=True))
 
 

@@ -14,7 +14,7 @@ import tiny_eagle
 import tiny_heads
 import torch
 from conftest import v2_engine
-from engine_heads import assert_cycle, beside_tables, options_of
+from engine_heads import PROMPTS, along, assert_cycle, beside_tables, options_of
 from helpers import assert_same_outputs
 from v2_requests import counters, generate, prompts, sampling, tokens
 
@@ -69,6 +69,7 @@ def random_fused(v2_dir: str, random_eagle: tuple[Path, Any]) -> tuple[Path, Any
         pytest.param("token", 4, marks=pytest.mark.quick),
         ("feature", 1),
         ("sampling", 4),
+        pytest.param("trigram", 4, marks=pytest.mark.quick),
         ("late", 1),
         ("first", 4),
         pytest.param("medusa", 4, marks=pytest.mark.quick),
@@ -107,10 +108,10 @@ def test_a_head_that_knows_everything(
         case "first":
             given = method(tiny_eagle.first(head, target), nodes=depth)
         case _:
-            by = kind if kind in ("token", "sampling") else "feature"
+            by = kind if kind in ("token", "sampling", "trigram") else "feature"
             given = method(tiny_eagle.knowing(head, target, after, by, int(kind == "late")), nodes=depth)
     llm = v2_engine(folder, beside_tables(given) if beside else given)
-    texts = [[3], list(range(5, 60)), [9] * 130, [700, 20]]  # of one chunk and of several
+    texts = along(after) if kind == "trigram" else PROMPTS
     params = [sampling(max_tokens=41), sampling(max_tokens=41, temperature=0.05)] * 2
     assert_cycle(texts, tokens(generate(llm, texts, params)), after)
     totals = counters(llm)

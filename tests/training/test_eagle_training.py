@@ -25,6 +25,7 @@ from vllm_ext.data.answers import Answer
 from vllm_ext.proposers.sampled import ROOT
 from vllm_ext.training.draft_model import Recipe
 from vllm_ext.training.eagle import EagleShape, Head, begun, default_layers, save
+from vllm_ext.training.eagle_relatives.chimera import ChimeraHead
 from vllm_ext.training.eagle_relatives.falcon import FalconHead
 from vllm_ext.training.eagle_relatives.fspad import FspadHead
 from vllm_ext.training.eagle_texts import EagleTexts, batch_of, batches_of, read
@@ -208,7 +209,7 @@ def test_passes_are_what_plain_loops_say(head: Head, texts: EagleTexts) -> None:
         start += learning
 
 
-@pytest.mark.parametrize("kind", [Head, FspadHead, FalconHead])
+@pytest.mark.parametrize("kind", [Head, FspadHead, FalconHead, ChimeraHead])
 @torch.no_grad()
 def test_a_pass_is_a_node_of_that_depth(model: Any, texts: EagleTexts, kind: type[Head]) -> None:
     """What training computes for a row of pass k is what growth computes for the k-th node of a chain."""
@@ -249,7 +250,7 @@ def test_batches_have_every_answer_once(texts: EagleTexts) -> None:
     assert list(batches_of(texts, 50, 0)) != list(batches_of(texts, 50, 1))
 
 
-@pytest.mark.parametrize("kind", [Head, FspadHead, FalconHead])
+@pytest.mark.parametrize("kind", [Head, FspadHead, FalconHead, ChimeraHead])
 def test_it_learns_and_goes_on(model: Any, texts: EagleTexts, tmp_path: Path, kind: type[Head]) -> None:
     torch.manual_seed(0)
     head = begun(model, SHAPE, texts.frequent, torch.float32, kind)

@@ -62,7 +62,7 @@ def test_each_pass_gives_features_the_token_that_came(head: FspadHead, texts: Ea
 
     head.modulated = watched  # type: ignore[method-assign]
     list(unrolled(head, texts, batch, 3))
-    came = texts.tokens[batch.rows]
+    came = texts.tokens[batch.rows, None]
     assert torch.equal(seen[0], came)
     for depth, each in enumerate(seen[1:], 1):
         assert torch.equal(each, came[(batch.queries + depth).clamp(max=len(came) - 1)])

@@ -128,6 +128,7 @@ class Head(torch.nn.Module):
         0.0  # weight of handing on other features than the target's; cross-entropy has 1
     )
     block = 1  # rows of which each says what comes so many tokens behind its own
+    num_read = 1  # tokens that a row reads: the one after its own, and those before that
     spent = 0.0  # of training, the share
     midlayer: Any
     d2t: torch.Tensor
@@ -190,15 +191,19 @@ class Head(torch.nn.Module):
         return found
 
     def embeds(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Normed embeddings ``[num_rows, hidden_size]`` of int64 ``[num_rows]`` tokens."""
-        found: torch.Tensor = self.midlayer.input_layernorm(self.embedding[tokens].float())
+        """Normed ``[num_rows, hidden_size]`` of int64 ``[num_rows]`` tokens, or ``[num_rows, num_read]``."""
+        return self.normed(self.embedding[tokens].float().flatten(1))
+
+    def normed(self, embeds: torch.Tensor) -> torch.Tensor:
+        """What the layer reads of embeddings ``[num_rows, num_read * hidden_size]``, the oldest token's first."""
+        found: torch.Tensor = self.midlayer.input_layernorm(embeds)
         return found
 
     def modulated(self, tokens: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
         """What the layer reads of features whose next token is known.
 
         Args:
-            tokens: int64 ``[num_rows]`` the token after each row's.
+            tokens: int64 ``[num_rows, num_read]``, the token after each row's last.
             features: ``[num_rows, hidden_size]`` the target's, or what the row before handed on.
 
         Returns:
@@ -210,7 +215,7 @@ class Head(torch.nn.Module):
         """What attention's projections get.
 
         Args:
-            tokens: int64 ``[num_rows]`` the token after each row's.
+            tokens: int64 ``[num_rows, num_read]``, the token after each row's last.
             features: ``[num_rows, hidden_size]`` of `modulated`.
 
         Returns:

@@ -59,6 +59,7 @@ class Batch(NamedTuple):
     query_length: int
     first: torch.Tensor  # int64 [num_answers] the first of an answer's rows that learns
     labels: torch.Tensor  # int64 [num_queries] of the texts' `top_ids`
+    starts: torch.Tensor  # int64 [num_rows] where each row's answer begins among `rows`
 
     @property
     def depths(self) -> torch.Tensor:
@@ -85,6 +86,7 @@ def batch_of(texts: EagleTexts, answers: Sequence[int]) -> Batch:
         query_length,
         first,
         labels,
+        before[row_answers],
     )
 
 
@@ -93,6 +95,22 @@ def _ranges(starts: torch.Tensor, lengths: torch.Tensor) -> tuple[torch.Tensor, 
     numbers = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
     offsets = torch.arange(len(numbers)) - (torch.cumsum(lengths, 0) - lengths)[numbers]
     return starts[numbers] + offsets, numbers, offsets
+
+
+def windows(tokens: torch.Tensor, starts: torch.Tensor, count: int) -> torch.Tensor:
+    """The last tokens at each place.
+
+    Args:
+        tokens: int64 ``[num_rows]`` of several answers.
+        starts: int64 ``[num_rows]`` the place where each one's answer begins.
+        count: how many.
+
+    Returns:
+        int64 ``[num_rows, count]``, the row's own last; before an answer's first token, that one.
+    """
+    back = torch.arange(count - 1, -1, -1, device=tokens.device)
+    at = torch.arange(len(tokens), device=tokens.device)[:, None] - back
+    return tokens[torch.maximum(at, starts[:, None])]
 
 
 def batches_of(texts: EagleTexts, batch_tokens: int, seed: int) -> Iterator[list[int]]:

@@ -22,7 +22,7 @@ import torch
 from vllm_ext.data.atomic_files import Progress
 from vllm_ext.training.draft_model import Recipe, multiplies_bfloat16
 from vllm_ext.training.eagle import Head
-from vllm_ext.training.eagle_texts import Batch, EagleTexts, batch_of, batches_of
+from vllm_ext.training.eagle_texts import Batch, EagleTexts, batch_of, batches_of, windows
 from vllm_ext.training.medusa import loss_of
 from vllm_ext.training.timed import train_for
 
@@ -51,9 +51,8 @@ class _Reading:
         self._head, self._batch = head, batch
         device = head.lm_head.weight.device
         self._queries, self._places = batch.queries.to(device), batch.query_places.to(device)
-        starts = torch.nonzero(batch.row_places % batch.row_length == 0)[:, 0]
-        self._starts = starts[batch.query_places // batch.query_length].to(device)  # of the queries' answers
-        self._tokens = texts.tokens[batch.rows].to(device)
+        self._starts = batch.starts[batch.queries].to(device)
+        self._tokens = windows(texts.tokens[batch.rows], batch.starts, head.num_read).to(device)
         self._turns = head.turns(texts.positions[batch.rows].to(device))
         self._features = head.features(texts.aux[batch.rows].to(device))
         self._modulated = head.modulated(self._tokens, self._features)

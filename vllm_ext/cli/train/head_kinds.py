@@ -153,11 +153,12 @@ def _eagle_shape(folder: Path, vocabulary: int, options: dict[str, Any]) -> dict
 
 def _eagle(name: str, given: Given) -> Trainable:
     from vllm_ext.training import eagle, eagle_texts, eagle_training
-    from vllm_ext.training.eagle_relatives import falcon, fspad
+    from vllm_ext.training.eagle_relatives import chimera, falcon, fspad
     from vllm_ext.training.figures.eagle import figures
 
     kinds: dict[str, type[eagle.Head]] = {
         "eagle": eagle.Head,
+        "chimera": chimera.ChimeraHead,
         "falcon": falcon.FalconHead,
         "fspad": fspad.FspadHead,
     }
@@ -209,6 +210,7 @@ KINDS = {
     "medusa": Kind("medusa_tree", {"num_heads": 4, "num_layers": 1}, 512, 1e-3, _rows_shape, _medusa),
     "clover": Kind("clover_tree", {"num_heads": 5, "intermediate_size": 0}, 512, 2e-3, _rows_shape, _clover),
     "eagle": Kind("eagle_tree", _OF_EAGLE, 512, 2e-3, _eagle_shape, partial(_eagle, "eagle")),
+    "chimera": Kind("eagle_tree", _OF_EAGLE, 512, 2e-3, _eagle_shape, partial(_eagle, "chimera")),
     "falcon": Kind("eagle_tree", _OF_EAGLE, 512, 2e-3, _eagle_shape, partial(_eagle, "falcon")),
     "fspad": Kind("eagle_tree", _OF_EAGLE, 512, 2e-3, _eagle_shape, partial(_eagle, "fspad")),
     "ppd": Kind("ppd", {"prompt_tokens": 3}, 192, 1e-2, _ppd_shape, _ppd),

@@ -43,7 +43,7 @@ def heads_command(
     kind: Annotated[
         str,
         typer.Option(
-            help="medusa, clover, eagle, its relatives falcon and fspad, or ppd: prompt tokens instead of heads."
+            help="medusa, clover, eagle, its relatives chimera, falcon and fspad, or ppd: prompt tokens and no heads."
         ),
     ] = "medusa",
     prompts: Prompts = None,
@@ -60,19 +60,19 @@ def heads_command(
     aux_layers: Annotated[
         str | None,
         typer.Option(
-            help="Of eagle, falcon and fspad: the target's hidden states after so many of its layers are read, as "
+            help="Of eagle and its relatives: the target's hidden states after so many of its layers are read, as "
             "2,15,27: an early, a middle and a late one, if not given."
         ),
     ] = None,
     num_passes: Annotated[
         int | None,
-        typer.Option(min=1, max=16, help="Of eagle, falcon and fspad: depths that training unrolls to; 4."),
+        typer.Option(min=1, max=16, help="Of eagle and its relatives: depths that training unrolls to; 4."),
     ] = None,
     intermediate_size: Annotated[
         int | None,
         typer.Option(
             min=1,
-            help="Width of the MLP. Of eagle, falcon and fspad: the target's, if not given. Of clover: twice the "
+            help="Width of the MLP. Of eagle and its relatives: the target's, if not given. Of clover: twice the "
             "target's hidden size.",
         ),
     ] = None,

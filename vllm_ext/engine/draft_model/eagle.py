@@ -25,9 +25,9 @@ import torch
 from vllm_ext.engine.draft_model.own_caches import OwnCaches, packed
 from vllm_ext.engine.draft_model.passes import Growth, Pass
 from vllm_ext.engine.draft_model.separate import MAX_NEW_TOKENS
-from vllm_ext.engine.models.eagle_head import EagleHead
+from vllm_ext.engine.models.eagle_head import FIRST_READ, EagleHead
 from vllm_ext.engine.models.node_states import NodeStates
-from vllm_ext.engine.tree_layout import StepTrees
+from vllm_ext.engine.tree_layout import StepTrees, offsets
 from vllm_ext.proposers.draft_model import Rows
 from vllm_ext.proposers.eagle import EagleOptions
 from vllm_ext.proposers.tree import Int32
@@ -192,6 +192,10 @@ class EaglePasses(OwnCaches):
                 features.append(before)
                 self._growth[name] = Growth(slot, last)
         self._features = torch.cat(features)
+        if self.head.num_before:
+            whose = np.repeat(slots, end - start)
+            places = offsets(end - start) + np.repeat(start, end - start)
+            self._features = self.head.beside(self._features, self._tokens_before(whose, places + 1))
         (normed, stream), row_start = self._pass(
             slots,
             start,
@@ -214,6 +218,12 @@ class EaglePasses(OwnCaches):
             self._plant([name for _, name in roots], normed[wanted], stream[wanted])
         reads = len(normed) > MAX_NEW_TOKENS * len(parts)
         self.passes.append(Pass(time.perf_counter() - started, len(normed), len(parts), reads))
+
+    def _tokens_before(self, owners: Any, places: Int32) -> torch.Tensor:
+        """int64 ``[num_rows, num_before]`` before the tokens at these places of requests' texts; see `FIRST_READ`."""
+        back = places[:, None] - np.arange(self.head.num_before, 0, -1)
+        found = self._runner.input_batch.token_ids_cpu[owners[:, None], np.maximum(back, FIRST_READ)]
+        return self._to(np.where(found < self._num_tokens, found, 0).astype(np.int64))
 
     def _features_before(self, name: str, features: torch.Tensor) -> torch.Tensor:
         """``[depths_a_pass - 1, hidden_size]``: of the rows before a request's last one; ``features`` are read."""
@@ -247,8 +257,6 @@ class EaglePasses(OwnCaches):
     def calibration_pass(self, rows: int) -> None:
         """See `ModelPasses`."""
         model = self._target_config.model_config
-        self._features = torch.zeros(
-            (rows, self.head.hidden_size), dtype=model.dtype, device=self._runner.device
-        )
+        self._features = torch.zeros((rows, self.head.width), dtype=model.dtype, device=self._runner.device)
         normed, _ = self._forward(self._random_tokens(rows), np.zeros(rows, np.int32), None, None)
         self._distributions(normed)

@@ -27,9 +27,13 @@ FIELD = "speculative_config.model"
 WAY_OUT = "Name a folder that `vllm-ext train heads --kind eagle` has made for this model, or a head published for it."
 # Relatives, by the architecture that their config.json names.
 RELATIVES = {
+    "ChimeraLlamaForCausalLMEagle3": "vllm_ext.engine.models.chimera:ChimeraEagle3",
     "FalconLlamaForCausalLMEagle3": "vllm.model_executor.models.llama_eagle3:Eagle3LlamaForCausalLM",
     "FspadLlamaForCausalLMEagle3": "vllm_ext.engine.models.fspad:FspadEagle3",
 }
+FIRST_READ = (
+    1  # place of a text's first token that rows read: the one at 0 has no row of which it is the next
+)
 HINTS = ("draft_vocab_size", "eagle_config", "eagle_aux_hidden_state_layer_ids")  # of a config of EAGLE-3
 
 
@@ -136,6 +140,9 @@ class EagleHead:
         if ids is not None:
             self.token_map = torch.arange(len(ids), device=ids.device) + ids.data
         self.hidden_size: int = speculation.draft_model_config.hf_config.hidden_size
+        # Tokens before a row's own that it reads, too; and the width of what rows take and hand on.
+        self.num_before: int = getattr(self.model, "num_before", 0)
+        self.width = self.hidden_size * (1 + self.num_before)
         logger.info(
             "vllm-ext: %s head %s: %d layers, %.1f MB of weights of its own, reads the target after layers %s; its KV "
             "is counted with the target's",
@@ -175,6 +182,20 @@ class EagleHead:
             combined: torch.Tensor = self.model.combine_hidden_states(hidden) if self.layers else hidden
         return combined
 
+    def beside(self, features: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
+        """What rows of texts take.
+
+        Args:
+            features: ``[num_rows, hidden_size]``.
+            before: int ``[num_rows, num_before]`` the tokens before each row's own, the oldest first.
+
+        Returns:
+            ``[num_rows, width]``.
+        """
+        with torch.inference_mode():
+            embeds = self.model.embed_input_ids(before.flatten()).view(len(features), -1)
+            return torch.cat([features, embeds], 1)
+
     def __call__(
         self, tokens: torch.Tensor, positions: torch.Tensor, features: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -183,10 +204,10 @@ class EagleHead:
         Args:
             tokens: int32 ``[num_rows]``, the tokens behind those that the features are of.
             positions: int64 ``[num_rows]`` of these.
-            features: ``[num_rows, hidden_size]``.
+            features: ``[num_rows, width]``.
 
         Returns:
-            ``[num_rows, hidden_size]`` both: what its language head gets, and what rows below take as features.
+            ``[num_rows, hidden_size]``, what its language head gets; and ``[num_rows, width]``, what rows below take.
         """
         found: tuple[torch.Tensor, torch.Tensor] = self.model(tokens, positions, features)
         return found

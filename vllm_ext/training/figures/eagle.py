@@ -18,7 +18,7 @@ from vllm_ext.proposers.sampled import ASKED_PER_NODE, ROOT
 from vllm_ext.proposers.tree import DraftTree
 from vllm_ext.training.draft_model import multiplies_bfloat16
 from vllm_ext.training.eagle import Head
-from vllm_ext.training.eagle_texts import EagleTexts, batch_of
+from vllm_ext.training.eagle_texts import EagleTexts, batch_of, windows
 from vllm_ext.training.eagle_training import unrolled
 from vllm_ext.training.figures.common import GREEDY, MOST_TOKENS, RANKS, HeadFigures, tokens_per_step
 
@@ -47,7 +47,7 @@ class Grown:
             return whole.view(count, length, *flat.shape[1:])
 
         positions = texts.positions[batch.rows].to(device)
-        tokens = texts.tokens[batch.rows].to(device)
+        tokens = windows(texts.tokens[batch.rows], batch.starts, head.num_read).to(device)
         inputs = head.inputs(tokens, head.modulated(tokens, head.features(texts.aux[batch.rows].to(device))))
         keys, values = head.keys_values(inputs, head.turns(positions))
         self._keys, self._values = (
@@ -57,7 +57,10 @@ class Grown:
         said = [each.roll(-depth, 0) for depth, each in enumerate(unrolled(head, texts, batch, head.block))]
         output = torch.stack(said, 1)
         self._output = padded(output, batch.query_places, batch.query_length)
-        self._positions = padded(positions[batch.queries.to(device)], batch.query_places, batch.query_length)
+        self._positions, self._tokens = (
+            padded(each[batch.queries.to(device)], batch.query_places, batch.query_length)
+            for each in (positions, tokens)
+        )
         self._first = batch.first.to(device)
         self.places = torch.zeros(
             count, dtype=torch.long, device=device
@@ -68,6 +71,7 @@ class Grown:
         self._node_queries = keys.new_zeros(count, most_nodes, head.num_heads, head.head_dim)
         self._node_output = output.new_zeros(count, most_nodes, *output.shape[1:])
         self._node_features = output.new_zeros(count, most_nodes, head.config["hidden_size"])
+        self._node_tokens = tokens.new_zeros(count, most_nodes, head.num_read)
         # The node that ends the last whole block of its path; or ROOT.
         self._block = torch.zeros(count, most_nodes, dtype=torch.long, device=device)
         self._parent = torch.zeros_like(self._block)
@@ -96,7 +100,10 @@ class Grown:
         block = head.block
         depth = self._path[texts, node].sum(1)
         above = torch.where(of_root, ROOT, self._block[texts, parent.clamp(min=0)])
-        came = torch.tensor(tokens, device=device)
+        at_root = self._tokens[texts, self.places[texts]]
+        before = torch.where(of_root[:, None], at_root, self._node_tokens[texts, parent.clamp(min=0)])
+        came = torch.cat([before[:, 1:], torch.tensor(tokens, device=device)[:, None]], 1)
+        self._node_tokens[texts, node] = came
         features = head.modulated(came, head.handed_on(self._said(texts, above, (depth - 1) % block)))
         self._node_features[texts, node] = features.to(self._node_features)
         self._parent[texts, node] = parent

@@ -22,7 +22,7 @@ from vllm_ext.engine.draft_model.device.graphs import MOST_REQUESTS
 from vllm_ext.engine.draft_model.device.node_rows import NodeRows
 from vllm_ext.engine.draft_model.device.passes import Committed, Likeliest, Room, Texts
 from vllm_ext.engine.draft_model.device.reading import ReadingPasses
-from vllm_ext.engine.models.eagle_head import EagleHead
+from vllm_ext.engine.models.eagle_head import FIRST_READ, EagleHead
 from vllm_ext.kernels.backends import Backend
 from vllm_ext.proposers.eagle import EagleOptions
 
@@ -52,7 +52,8 @@ class EagleOnDevice(ReadingPasses):
         self._new: list[torch.Tensor] = []
         self._num_new = torch.empty(0)
         self._rows: NodeRows  # what rows below take
-        self._features = torch.empty(0)  # [rows, size] of the pass that comes
+        self._features = torch.empty(0)  # [rows, width] of the pass that comes
+        self._back = torch.empty(0)  # int64 [num_before] how far tokens are before a row's own
 
     def load(self, target: Any) -> None:
         """See `DevicePasses`."""
@@ -67,8 +68,9 @@ class EagleOnDevice(ReadingPasses):
 
         of_target = self._target_config.model_config.get_hidden_size()
         self._new = [zeros(short * self.most_new, of_target) for _ in range(max(len(head.layers), 1))]
-        self._rows = NodeRows(zeros(self._most, head.hidden_size))
+        self._rows = NodeRows(zeros(self._most, head.width))
         self._num_new = torch.zeros(short, dtype=torch.int32, device=self._device)
+        self._back = torch.arange(head.num_before, 0, -1, device=self._device)
 
     def is_short(self, input_batch: Any, behind: Any) -> bool:
         """See `DevicePasses`: of larger batches the rows that there are, and no more."""
@@ -99,9 +101,18 @@ class EagleOnDevice(ReadingPasses):
         new = self._num_new[: texts.number].clamp(min=1)  # what fills a batch up has none
         return (end - new).clamp(min=0), end
 
-    def _give_last(self, number: int) -> None:
-        rows = number * self.most_new
-        self._features = self._head.features(torch.cat([kept[:rows] for kept in self._new], 1))
+    def _give_last(self, texts: Texts, at: torch.Tensor) -> None:
+        self._give_features([kept[: at.numel()] for kept in self._new], texts.slots[:, None], at)
+
+    def _give_features(self, hidden: Sequence[torch.Tensor], slots: torch.Tensor, at: torch.Tensor) -> None:
+        """Rows are read: of the target's layers what they take, and int of the same shape, where their tokens are."""
+        features = self._head.features(torch.cat([*hidden], 1))
+        if self._head.num_before:
+            place = (at[..., None].long() - self._back).clamp(min=FIRST_READ)
+            before = self._states.all_token_ids.gpu[slots[..., None], place]
+            before = torch.where(before < self.vocab_size, before, 0)
+            features = self._head.beside(features, before.flatten(0, -2))
+        self._features = features
 
     def _rows_of(self, input_batch: Any, behind: Any) -> np.ndarray[Any, Any]:
         scheduled = np.asarray(input_batch.num_scheduled_tokens)
@@ -115,7 +126,9 @@ class EagleOnDevice(ReadingPasses):
         new = torch.where(prefilling, number, self._step.num_new[: texts.number].to(torch.int64))
         return end - new, end
 
-    def _give(self, input_batch: Any, whose: torch.Tensor, place: torch.Tensor) -> None:
+    def _give(
+        self, input_batch: Any, texts: Texts, whose: torch.Tensor, place: torch.Tensor, at: torch.Tensor
+    ) -> None:
         step, offset = self._step, place
         if step.path is not None:
             most = step.path.shape[1] - 1
@@ -123,7 +136,7 @@ class EagleOnDevice(ReadingPasses):
             along = step.path[whose, place.clamp(max=most)].long()
             offset = torch.where(place <= most, along, place)
         row = input_batch.query_start_loc[whose].long() + offset
-        self._features = self._head.features(torch.cat([hidden[row] for hidden in self._sources], 1))
+        self._give_features([hidden[row] for hidden in self._sources], texts.slots[whose], at)
 
     def _found(self, hidden: torch.Tensor) -> Likeliest:
         self._rows.roots[: len(hidden)] = hidden[:, self._head.hidden_size :]
@@ -146,7 +159,7 @@ class EagleOnDevice(ReadingPasses):
 
     def dummy(self, num_tokens: int) -> None:
         """See `DevicePasses`."""
-        self._features = self._rows.roots.new_zeros((num_tokens, self._head.hidden_size))
+        self._features = self._rows.roots.new_zeros((num_tokens, self._head.width))
         super().dummy(num_tokens)
 
     def _run(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:

@@ -59,16 +59,20 @@ class ReadingPasses(DevicePasses):
             number: int64 ``[requests]``, of `_rows_of`.
         """
 
-    def _give_last(self, number: int) -> None:
-        """The rows of so many requests are read, as many of each as may be new."""
+    def _give_last(self, texts: Texts, at: torch.Tensor) -> None:
+        """Rows are read, as many of each text as may be new; int32 ``[requests, most_new]``, where their tokens are."""
 
-    def _give(self, input_batch: Any, whose: torch.Tensor, place: torch.Tensor) -> None:
+    def _give(
+        self, input_batch: Any, texts: Texts, whose: torch.Tensor, place: torch.Tensor, at: torch.Tensor
+    ) -> None:
         """Rows are read.
 
         Args:
             input_batch: vLLM's.
+            texts: as they are now.
             whose: int64 ``[rows]`` requests.
             place: int64 ``[rows]`` of each request's rows the how manieth it is.
+            at: int64 ``[rows]`` where its token is in its text.
         """
 
     def _found(self, hidden: torch.Tensor) -> Likeliest:
@@ -87,7 +91,7 @@ class ReadingPasses(DevicePasses):
             at = at + self.ahead
         tokens = self._states.all_token_ids.gpu[texts.slots[:, None], at.long()].to(torch.int32)
         parents = (place - 1).expand(number, -1).contiguous()
-        self._give_last(number)
+        self._give_last(texts, at)
         room = super().room(begin, [1] * self.most_new)
         rows = self._below(begin, room, tokens, parents, 0).view(number, self.most_new, -1)
         last = (end - 1 - first).long()[:, None, None]
@@ -112,7 +116,7 @@ class ReadingPasses(DevicePasses):
         slot_mapping = self._kv_slots(texts, query_start.to(torch.int32), position, whose, there)
         longest = np.minimum(np.maximum(done + 1, lengths), self._max_model_len)
         parts = [(request, 0, rows) for request, rows in enumerate(lengths.tolist())]
-        self._give(input_batch, whose, place)
+        self._give(input_batch, texts, whose, place, at)
         hidden = [
             self._read_some(
                 lot, int(starts[lot[0][0]]) + lot[0][1], token, position, slot_mapping, first, longest

@@ -9,12 +9,13 @@ from typing import Any
 import torch
 
 from vllm_ext.engine.attention.tree_backend import TREES
-from vllm_ext.engine.draft_model.device.passes import NO_SLOT, DevicePasses, Likeliest, Texts
+from vllm_ext.engine.draft_model.device.layers import NO_SLOT, LayersOnDevice
+from vllm_ext.engine.draft_model.device.passes import Likeliest, Texts
 
 MOST, BLOCK = 64, 16
 
 
-class Passes(DevicePasses):
+class Passes(LayersOnDevice):
     """Keeps what a forward pass is given."""
 
     what_next = ""

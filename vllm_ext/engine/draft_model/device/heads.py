@@ -29,27 +29,16 @@ class LastRowsOnDevice(DevicePasses):
 
     Args:
         vllm_config: the target's.
-        model: folder or hub name of the heads.
         req_states: vLLM's ``RequestState``.
         backend: of the kernels.
     """
 
-    what_next = "Choose other heads, or a method without them: `vllm-ext methods`."
-
-    def __init__(self, vllm_config: Any, model: str, req_states: Any, backend: Backend) -> None:
-        super().__init__(vllm_config, req_states, backend, f"speculative_config.model={model!r}")
+    def __init__(self, vllm_config: Any, req_states: Any, backend: Backend) -> None:
+        super().__init__(vllm_config, req_states, backend)
         config = vllm_config.model_config
         self._dtype: torch.dtype = config.dtype
         size = vllm_config.scheduler_config.max_num_seqs, config.get_hidden_size()
         self._hidden = torch.zeros(size, dtype=self._dtype, device=self._device)  # of each request's last row
-
-    def bind(self, runner: Any) -> None:
-        """See `DevicePasses`: it has no layers in the caches."""
-        self._runner = runner
-
-    def blocks(self, slots: Any) -> Any:
-        """See `DevicePasses`: none are looked at."""
-        return np.zeros(len(slots), np.int32)
 
     def take(self, input_batch: Any, committed: Committed) -> None:
         """See `DevicePasses`."""
@@ -74,18 +63,12 @@ class LastRowsOnDevice(DevicePasses):
     def _begin(self, number: int) -> None:
         """Trees of so many requests begin."""
 
-    def _run(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        raise NotImplementedError  # no node is read
-
-    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        raise NotImplementedError
-
 
 class MedusaOnDevice(LastRowsOnDevice):
-    """See `DevicePasses`; arguments as of `LastRowsOnDevice`, and ``options`` instead of a model."""
+    """See `DevicePasses`; arguments as of `LastRowsOnDevice`, and which heads."""
 
     def __init__(self, vllm_config: Any, options: MedusaOptions, req_states: Any, backend: Backend) -> None:
-        super().__init__(vllm_config, options.model, req_states, backend)
+        super().__init__(vllm_config, req_states, backend)
         self._options = options
         self.deepest = read_shape(options.model)[1].num_heads
         self._heads: MedusaHeads
@@ -135,10 +118,10 @@ class MedusaOnDevice(LastRowsOnDevice):
 
 
 class CloverOnDevice(LastRowsOnDevice):
-    """See `DevicePasses`; arguments as of `LastRowsOnDevice`, and ``options`` instead of a model."""
+    """See `DevicePasses`; arguments as of `LastRowsOnDevice`, and which heads."""
 
     def __init__(self, vllm_config: Any, options: CloverOptions, req_states: Any, backend: Backend) -> None:
-        super().__init__(vllm_config, options.model, req_states, backend)
+        super().__init__(vllm_config, req_states, backend)
         self._options = options
         self._heads: clover_heads.CloverHeads
         self._table: Any = None  # the target's embeddings

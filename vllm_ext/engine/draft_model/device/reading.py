@@ -16,11 +16,12 @@ import numpy as np
 import torch
 from vllm.v1.worker.gpu.attn_utils import build_attn_metadata, init_attn_backend
 
-from vllm_ext.engine.draft_model.device.passes import DevicePasses, Likeliest, Texts
+from vllm_ext.engine.draft_model.device.layers import LayersOnDevice
+from vllm_ext.engine.draft_model.device.passes import Likeliest, Texts
 from vllm_ext.engine.draft_model.own_caches import packed
 
 
-class ReadingPasses(DevicePasses):
+class ReadingPasses(LayersOnDevice):
     """See `DevicePasses`. A row of the cache stands at a *place* of a text."""
 
     reads = True

@@ -13,14 +13,15 @@ from typing import Any
 
 import torch
 
-from vllm_ext.engine.draft_model.device.passes import DevicePasses, Likeliest, Room, Texts
+from vllm_ext.engine.draft_model.device.layers import LayersOnDevice
+from vllm_ext.engine.draft_model.device.passes import Likeliest, Room, Texts
 from vllm_ext.engine.draft_model.self_speculation import attention_names
 from vllm_ext.engine.models.exit_heads import Head
 from vllm_ext.engine.models.layer_slices import LayerSlice
 from vllm_ext.kernels.backends import Backend
 
 
-class SliceOnDevice(DevicePasses):
+class SliceOnDevice(LayersOnDevice):
     """See `DevicePasses`. Place 0 of its nodes is the root's.
 
     Args:

@@ -19,6 +19,7 @@ from vllm_ext.cli.schema import schema_command
 from vllm_ext.cli.steering import caad_app, svdecode_app
 from vllm_ext.cli.train import train_app
 from vllm_ext.cli.trie import trie_app
+from vllm_ext.cli.warm import warm_command
 
 app = typer.Typer(
     name="vllm-ext",
@@ -39,6 +40,7 @@ app.command("rules", short_help="List the sampling rules; with NAME, the options
 app.command("demo", short_help="Run plain vLLM and a method side by side, on real servers.")(demo_command)
 app.command("bench", short_help="Compare methods with plain vLLM on your own prompts.")(bench_command)
 app.command("report", short_help="Make bench's page from saved figures.")(report_command)
+app.command("warm", short_help="Make what a server's method knows before its first request.")(warm_command)
 app.command("schema", short_help="Say whether JSON schemas are enforced whole.")(schema_command)
 app.add_typer(datastore_app, name="datastore")
 app.add_typer(train_app, name="train")

@@ -140,22 +140,13 @@ def _write_prompts(llm: Any, count: int, file: Path, report: Progress) -> None:
     Raises:
         ValueError: it has no chat template, does not end what it writes, or repeats itself.
     """
-    from vllm import SamplingParams
-
-    mark = "<user's words>"
-    tokenizer = llm.get_tokenizer()
-    chat = tokenizer.apply_chat_template([{"role": "user", "content": mark}], tokenize=False)
-    before = tokenizer.encode(chat[: chat.index(mark)], add_special_tokens=False)
-    params = SamplingParams(temperature=1.0, max_tokens=OWN_PROMPT_TOKENS)
     found: dict[str, None] = {}  # in order, each once
     while len(found) < count:
-        outputs = llm.generate([{"prompt_token_ids": before}] * 256, params, use_tqdm=False)
-        texts = [o.outputs[0].text.strip() for o in outputs if o.outputs[0].finish_reason == "stop"]
         before_these = len(found)
-        found.update(dict.fromkeys(filter(None, texts)))
+        found.update(dict.fromkeys(users_messages(llm, 256)))
         if len(found) == before_these:
             raise ValueError(
-                f"--own-prompts={count} is not allowed: of {len(outputs)} user messages the model ended none within "
+                f"--own-prompts={count} is not allowed: of 256 user messages the model ended none within "
                 f"{OWN_PROMPT_TOKENS} tokens that is new beside {before_these}; leave it out and give --prompts"
             )
         report("prompts", min(len(found), count), count)
@@ -163,6 +154,20 @@ def _write_prompts(llm: Any, count: int, file: Path, report: Progress) -> None:
     with _private(part) as stream:
         stream.write("".join(json.dumps(text) + "\n" for text in list(found)[:count]).encode())
     os.replace(part, file)
+
+
+def users_messages(llm: Any, count: int) -> list[str]:
+    """What the target writes as users' words, of so many tries those that it ends."""
+    from vllm import SamplingParams
+
+    mark = "<user's words>"
+    tokenizer = llm.get_tokenizer()
+    chat = tokenizer.apply_chat_template([{"role": "user", "content": mark}], tokenize=False)
+    before = tokenizer.encode(chat[: chat.index(mark)], add_special_tokens=False)
+    params = SamplingParams(temperature=1.0, max_tokens=OWN_PROMPT_TOKENS)
+    outputs = llm.generate([{"prompt_token_ids": before}] * count, params, use_tqdm=False)
+    texts = [o.outputs[0].text.strip() for o in outputs if o.outputs[0].finish_reason == "stop"]
+    return [text for text in texts if text]
 
 
 def shard_file(folder: Path, start: int) -> Path:

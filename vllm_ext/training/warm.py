@@ -59,31 +59,42 @@ def warm(
     at_once = llm.llm_engine.vllm_config.scheduler_config.max_num_seqs
     done, began, seconds = Warmed(), clock(), 60.0 * minutes
 
+    is_chat = llm.get_tokenizer().chat_template is not None
+    if not chats and not is_chat:
+        raise ValueError(
+            f"--prompts is needed: {model} has no chat template, and writes none of its own; give some"
+        )
+
     def spent() -> float:
         found = clock() - began
         report("warming", min(int(found), int(seconds)), int(seconds))
         return found
 
-    vocab_size, alone = (
-        llm.llm_engine.model_config.get_vocab_size(),
-        SamplingParams(temperature=0.0, max_tokens=1),
-    )
+    vocab_size = llm.llm_engine.model_config.get_vocab_size()
+    alone = SamplingParams(temperature=0.0, max_tokens=1)
     while done.vocabulary < vocab_size and spent() < ALONE * seconds:
         tokens = range(done.vocabulary, min(done.vocabulary + LOT, vocab_size))
         llm.generate([{"prompt_token_ids": [token]} for token in tokens], alone, use_tqdm=False)
         done.vocabulary = tokens.stop
     given = list(chats)
     answered = SamplingParams(temperature=0.0, max_tokens=max_tokens, detokenize=False)
-    writes = llm.get_tokenizer().chat_template is not None
     while spent() < seconds:
         some, given = given[:at_once], given[at_once:]
-        if not some and writes:
+        if not some and is_chat:
             some = [[{"role": "user", "content": text}] for text in users_messages(llm, at_once)]
         if not some:
             break
-        outputs = llm.chat(some, answered, use_tqdm=False)
+        if is_chat:
+            outputs = llm.chat(some, answered, use_tqdm=False)
+        else:
+            outputs = llm.generate([chat[-1]["content"] for chat in some], answered, use_tqdm=False)
         done.prompts += len(some)
         done.tokens += sum(len(output.outputs[0].token_ids) for output in outputs)
     llm.llm_engine.engine_core.shutdown()
     report("warming", int(seconds), int(seconds))
+    if not done.prompts:
+        raise ValueError(
+            f"--prompts is needed: {model} writes none of its own within --minutes={minutes:g}; give some, or more "
+            "minutes"
+        )
     return done

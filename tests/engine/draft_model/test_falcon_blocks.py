@@ -67,6 +67,7 @@ class Reading(Passes):
     def __init__(self, first: int, rows: int, names: str) -> None:
         super().__init__()
         self._group_id, self._block_size, self.blind = 0, 4, set()
+        self._head: Any = SimpleNamespace(num_before=0)
         self._known, self._right = dict.fromkeys(names, first), np.zeros(16, bool)
         self._unread = {
             name: _Unread(first, rows, [torch.arange(first, first + rows)[:, None].float()]) for name in names

@@ -209,9 +209,9 @@ _OF_EAGLE = {"aux_layers": "", "num_passes": 4, "intermediate_size": 0}
 KINDS = {
     "medusa": Kind("medusa_tree", {"num_heads": 4, "num_layers": 1}, 512, 1e-3, _rows_shape, _medusa),
     "clover": Kind("clover_tree", {"num_heads": 5, "intermediate_size": 0}, 512, 2e-3, _rows_shape, _clover),
-    "eagle": Kind("eagle_tree", _OF_EAGLE, 512, 2e-3, _eagle_shape, partial(_eagle, "eagle")),
-    "chimera": Kind("eagle_tree", _OF_EAGLE, 512, 2e-3, _eagle_shape, partial(_eagle, "chimera")),
-    "falcon": Kind("eagle_tree", _OF_EAGLE, 512, 2e-3, _eagle_shape, partial(_eagle, "falcon")),
-    "fspad": Kind("eagle_tree", _OF_EAGLE, 512, 2e-3, _eagle_shape, partial(_eagle, "fspad")),
+    **{
+        name: Kind("eagle_tree", _OF_EAGLE, 512, 2e-3, _eagle_shape, partial(_eagle, name))
+        for name in ("eagle", "chimera", "falcon", "fspad")
+    },
     "ppd": Kind("ppd", {"prompt_tokens": 3}, 192, 1e-2, _ppd_shape, _ppd),
 }

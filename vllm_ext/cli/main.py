@@ -24,7 +24,7 @@ from vllm_ext.cli.warm import warm_command
 app = typer.Typer(
     name="vllm-ext",
     help="Lossless speculative decoding methods for an unmodified vLLM.",
-    epilog="Exit codes: 0: done; 1: what was looked at is not in order; 2: what was asked for could not be done.",
+    epilog="Exit codes: 0: done; 1: what was looked at is not in order; 2: the command could not be carried out.",
     # Plain text: others take what stands in brackets for markup, and leave it out.
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},

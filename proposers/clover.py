@@ -17,13 +17,14 @@ few tokens of each; a request that samples without a seed has a tree drawn witho
 
 from __future__ import annotations
 
-from typing import ClassVar
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 from pydantic import Field
 
 from vllm_ext.kernels.user_paths import UserPath
 from vllm_ext.proposers.base import MethodOptions
-from vllm_ext.proposers.node_heads import NodeHeads
+from vllm_ext.proposers.dyspec import DynamicTreeProposer
 
 
 class CloverOptions(MethodOptions):
@@ -38,9 +39,10 @@ class CloverOptions(MethodOptions):
     )
 
 
-class Clover(NodeHeads):
+class Clover(DynamicTreeProposer):
     """Trees of heads that read the branch."""
 
     summary: ClassVar[str] = "trained heads on the last hidden state and the branch's tokens"
     paper: ClassVar[str] = "arXiv 2405.00263"
     Options: ClassVar[type[MethodOptions]] = CloverOptions
+    tested_with: ClassVar[Mapping[str, Any]] = {}  # tests make heads for their models

@@ -11,9 +11,8 @@ While they grow more is known. A pass over nodes that verification comes to with
 tokens more, with ``g`` learnt from what became of such passes. Where that is less than the whole puts out in the pass's
 time otherwise, trees are finished as they are (`least_reach`).
 
-A draft with caches of its own must also read what it has not read of a request, its prompt at first. It reads nothing
-before it drafts, so that who never drafts never pays; then that is spread over the tokens which a request still puts
-out, as far as one knows. The requests that have least to be read come first, and perhaps only they are drafted for.
+A draft with caches of its own must also read what it has not read of a request (`reading_cost`). The requests that have
+least to be read come first, and perhaps only they are drafted for.
 
 Source: SmartSpec, arXiv 2406.14066 (goodput). Deviations: ranks of a tree's nodes instead of positions of a
 chain, the draft's time by pass, passes that are not worth it, what is unread, probes.
@@ -26,6 +25,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from vllm_ext.proposers.reading_cost import READING_ROWS, ReadingCost
 from vllm_ext.proposers.step_cost import Float64, StepCost
 from vllm_ext.proposers.thrift import Thrift
 from vllm_ext.proposers.tree import DraftTree
@@ -36,9 +36,6 @@ FALL = 0.85
 FIRST = 0.6  # what is believed of the first node
 HOST_SECONDS = 2e-4  # of a tree besides the passes, before the first is measured
 HOST_RATE = 0.1
-ANSWER = 128.0  # tokens that a request is believed to put out, before any has ended
-ANSWER_RATE = 0.05
-READING_ROWS = 256  # a pass of so many is half of what is believed of a row's cost where many are read
 
 
 def record_one(
@@ -98,8 +95,7 @@ class DraftBudget:
         # Of such a pass of the next step: with less it does not pay; see `sampled.grow`.
         self.least_reach = 0.0
         self._host = HOST_SECONDS
-        self._row: float | None = None  # seconds of one where many are read
-        self._answer = ANSWER
+        self.reading = ReadingCost()
         self._thrift = Thrift()
         self._state: dict[str, float] = {}
 
@@ -125,7 +121,11 @@ class DraftBudget:
             ways = sorted({batch_size, *(1 << i for i in range(batch_size.bit_length()))})
         nodes = np.arange(self.ceiling + 1)
         accepted = np.concatenate([[0.0], np.cumsum(self.acceptance())])
-        read = self._row_seconds() * np.cumsum(np.maximum(np.array(unread) - self.first_rows, 0))
+        # A pass of so many is half of what is believed of a row's cost where many are read.
+        otherwise = float(self.pass_cost.seconds(np.array([READING_ROWS]), 1, 0)[0]) / READING_ROWS
+        read = self.reading.row_seconds(otherwise) * np.cumsum(
+            np.maximum(np.array(unread) - self.first_rows, 0)
+        )
         target, draft, each, reading = (np.zeros((len(ways), self.ceiling + 1)) for _ in range(4))
         for i, many in enumerate(ways):
             target[i] = self._target_seconds(nodes, many, batch_size, context_tokens)
@@ -133,7 +133,7 @@ class DraftBudget:
             reading[i, 1:] = read[many - 1]
         tokens = batch_size + np.outer(ways, accepted)
         # Once in an answer, which takes the fewer steps the more is accepted.
-        share = np.minimum((1.0 + accepted) / self._answer, 1.0)
+        share = np.array([1.0 / self.reading.steps(of_step) for of_step in 1.0 + accepted])
         seconds = target + draft + reading * share
         rate, now = tokens / seconds, tokens / (target + draft + reading)
         # Without drafts all ways are one.
@@ -156,11 +156,6 @@ class DraftBudget:
             "draft_seconds": float(draft[chosen] + reading[chosen]),
         }
         return chosen[1], many
-
-    def _row_seconds(self) -> float:
-        if self._row is not None:
-            return self._row
-        return float(self.pass_cost.seconds(np.array([READING_ROWS]), 1, 0)[0]) / READING_ROWS
 
     def acceptance(self) -> Float64:
         """float64 ``[ceiling]``: the chance that a node is accepted, by its rank in its tree."""
@@ -262,15 +257,6 @@ class DraftBudget:
     def record_pass(self, seconds: float, rows: int, batch_size: int, context_tokens: int) -> None:
         """A pass of the draft; see `StepCost.record`."""
         self.pass_cost.record(seconds, rows, batch_size, context_tokens)
-
-    def record_reading(self, seconds: float, rows: int) -> None:
-        """A pass of the draft over what it had not read."""
-        known = seconds / rows if self._row is None else self._row
-        self._row = known + rows / (rows + READING_ROWS) * (seconds / rows - known)
-
-    def ended(self, num_tokens: int) -> None:
-        """A request is gone that has put out so many."""
-        self._answer += ANSWER_RATE * (max(num_tokens, 1) - self._answer)
 
     def record_step(
         self, seconds: float, rows: int, batch_size: int, context_tokens: int, behind: int | None = None

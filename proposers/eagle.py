@@ -17,14 +17,15 @@ temperatures.
 
 from __future__ import annotations
 
-from typing import ClassVar
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 from pydantic import Field
 
 from vllm_ext.kernels.user_paths import UserPath
 from vllm_ext.proposers.base import MethodOptions
 from vllm_ext.proposers.draft_model import PassOptions
-from vllm_ext.proposers.node_heads import NodeHeads
+from vllm_ext.proposers.dyspec import DynamicTreeProposer
 
 
 class EagleOptions(PassOptions):
@@ -37,9 +38,10 @@ class EagleOptions(PassOptions):
     )
 
 
-class Eagle(NodeHeads):
+class Eagle(DynamicTreeProposer):
     """Trees of an EAGLE head."""
 
     summary: ClassVar[str] = "a trained layer on the target's hidden states"
     paper: ClassVar[str] = "arXiv 2503.01840"
     Options: ClassVar[type[MethodOptions]] = EagleOptions
+    tested_with: ClassVar[Mapping[str, Any]] = {}  # tests make heads for their models

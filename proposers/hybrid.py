@@ -16,7 +16,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeGuard
 
 import numpy as np
 from pydantic import Field, ValidationError, field_validator
@@ -28,11 +28,11 @@ from vllm_ext.proposers import registry
 from vllm_ext.proposers.base import MethodOptions, Proposer, Request, VerifiedRows
 from vllm_ext.proposers.calibration import Calibration
 from vllm_ext.proposers.clover import CloverOptions
-from vllm_ext.proposers.draft_model import DraftModelProposer, PassOptions
+from vllm_ext.proposers.draft_model import DraftModelOptions, DraftModelProposer, PassOptions
+from vllm_ext.proposers.dyspec import DynamicTreeProposer
 from vllm_ext.proposers.eagle import EagleOptions
 from vllm_ext.proposers.joint_tree import PassGain, unsaid
 from vllm_ext.proposers.medusa import MedusaOptions
-from vllm_ext.proposers.node_heads import NodeHeads
 from vllm_ext.proposers.tree import DraftTree, Float32
 
 BOUNDS: Float32 = np.array(
@@ -41,7 +41,8 @@ BOUNDS: Float32 = np.array(
 MAX_DRAFTERS = 4  # 15 sets times 13 bins are 195 groups; a group is a byte
 # Prior: a bin's middle, for one drafter; every further one that agrees takes a third off the doubt.
 AGREEMENT = 2 / 3
-HeadOptions = EagleOptions | MedusaOptions | CloverOptions  # of methods that ask heads
+# Of methods that ask heads, or a model of their own.
+DraftOptions = EagleOptions | MedusaOptions | CloverOptions | DraftModelOptions
 
 
 class HybridOptions(MethodOptions):
@@ -60,14 +61,14 @@ class HybridOptions(MethodOptions):
         names = [drafter if isinstance(drafter, str) else drafter.get("method") for drafter in drafters]
         asking = []
         for name, drafter in zip(names, drafters, strict=True):
-            if isinstance(make_options(drafter)[1], HeadOptions):
+            if isinstance(make_options(drafter)[1], DraftOptions):
                 asking.append(str(name))
             if names.count(name) > 1:
                 raise ValueError(
                     f"{name!r} is there more than once, which proposes nothing new; name each method once"
                 )
         if len(asking) > 1:
-            raise ValueError(f"{' and '.join(asking)} both read the target's hidden states; name one of them")
+            raise ValueError(f"{' and '.join(asking)} both draft with passes of a model; name one of them")
         return drafters
 
 
@@ -88,9 +89,14 @@ def make_options(drafter: dict[str, Any] | str) -> tuple[type[Proposer], MethodO
             raise ValueError(f"drafters: {field} is an option of the whole; move it out of {name}'s")
     proposer = registry.load_method(name)
     if issubclass(proposer, DraftModelProposer) and not proposer.fuses:
-        raise ValueError(
-            f"drafters: {name!r} drafts with passes of a model, which cannot be fused yet; leave it out"
+        instead = (
+            "'dyspec' drafts with the same model, and can be: a hybrid's trees are never drawn"
+            if issubclass(proposer.Options, DraftModelOptions)
+            else "leave it out"
         )
+        raise ValueError(f"drafters: {name!r} cannot be fused with others; {instead}")
+    if options.get("export_dir") is not None:
+        raise ValueError(f"drafters: {name}.export_dir needs {name} alone; leave it out")
     if not proposer.fuses:
         raise ValueError(
             f"drafters: {name!r} has rows in the tree that only its own drafts go with; leave it out, or use it alone"
@@ -107,19 +113,23 @@ def make_options(drafter: dict[str, Any] | str) -> tuple[type[Proposer], MethodO
         ) from error
 
 
-def heads_of(options: MethodOptions) -> HeadOptions | None:
-    """The heads that a method drafts with, alone or among others; None: with none."""
-    if isinstance(options, HeadOptions):
+def draft_of(options: MethodOptions) -> DraftOptions | None:
+    """Of the heads or the model that a method asks, alone or among others; None: it asks none."""
+    if isinstance(options, DraftOptions):
         return options
     if isinstance(options, HybridOptions):
         own = [own for _, own in map(make_options, options.drafters)]
-        return next((each for each in own if isinstance(each, HeadOptions)), None)
+        return next((each for each in own if isinstance(each, DraftOptions)), None)
     return None
 
 
 def reads_nodes(options: MethodOptions) -> bool:
     """Whether a method, or a drafter of it, has passes over nodes that lie in the KV cache before they are verified."""
-    return isinstance(options, PassOptions) or isinstance(heads_of(options), PassOptions)
+    return isinstance(options, PassOptions) or isinstance(draft_of(options), PassOptions)
+
+
+def _in_rounds(drafter: Proposer) -> TypeGuard[DynamicTreeProposer]:
+    return isinstance(drafter, DynamicTreeProposer) and drafter.in_rounds
 
 
 def options_of(proposer: type[Proposer]) -> list[str]:
@@ -146,12 +156,13 @@ class Hybrid(Proposer):
         agreeing = np.array([mask.bit_count() for mask in range(1, 1 << len(self.drafters))])
         prior = 1.0 - (1.0 - middles) * AGREEMENT ** (agreeing[:, None] - 1)
         self.calibration = Calibration(prior)  # of sets of drafters and bins
-        self.gain = PassGain()  # of a head's passes
-        # Set by the adapter where a head is among them: tokens that a pass must bring to pay, the first, of a request,
-        # and one after it; and what has the head read what was committed, for those that are drafted for.
-        self.least_first = self.least_reach = 0.0
+        self.gain = PassGain()  # of the passes
+        # Set by the adapter where a draft is asked: tokens that a pass must bring to pay, by request the first, and of
+        # all one after it; and what has the draft read what was committed, for those that are drafted for.
+        self.least_first: Mapping[str, float] = {}
+        self.least_reach = 0.0
         self.read: Callable[[set[str]], None] = lambda _: None
-        self.head_seconds = 0.0  # of the last time that it drafted
+        self.draft_seconds = 0.0  # of the last time that it drafted
 
     @classmethod
     def from_options(cls, options: HybridOptions, vocab_size: int) -> Hybrid:
@@ -198,12 +209,10 @@ class Hybrid(Proposer):
     def propose(self, requests: Sequence[Request]) -> list[DraftTree]:
         """The most probable nodes of all drafters' trees together."""
         none = [DraftTree.empty() for _ in requests]
-        proposals = [
-            none if isinstance(each, NodeHeads) else each.propose(requests) for each in self.drafters
-        ]
+        proposals = [none if _in_rounds(each) else each.propose(requests) for each in self.drafters]
         # Its passes come last: it goes on below what the others say.
         for place, drafter in enumerate(self.drafters):
-            if isinstance(drafter, NodeHeads):
+            if _in_rounds(drafter):
                 proposals[place] = self._beside(drafter, requests, list(zip(*proposals, strict=True)))
         fused = []
         for request, trees in zip(requests, zip(*proposals, strict=True), strict=True):
@@ -213,9 +222,12 @@ class Hybrid(Proposer):
         return fused
 
     def _beside(
-        self, drafter: NodeHeads, requests: Sequence[Request], proposals: Sequence[Sequence[DraftTree]]
+        self,
+        drafter: DynamicTreeProposer,
+        requests: Sequence[Request],
+        proposals: Sequence[Sequence[DraftTree]],
     ) -> list[DraftTree]:
-        """A head's trees, beside what the others say; none where they are so sure that it does not pay to ask."""
+        """A draft's trees, beside what the others say; none where they are so sure that it does not pay to ask."""
         others = {
             request.request_id: DraftTree(*self._fuse(request, trees)[:3])
             for request, trees in zip(requests, proposals, strict=True)
@@ -225,7 +237,8 @@ class Hybrid(Proposer):
             request.request_id
             for request in requests
             if request.has_room
-            and given[request.request_id] * unsaid(others[request.request_id]) >= self.least_first
+            and given[request.request_id] * unsaid(others[request.request_id])
+            >= self.least_first.get(request.request_id, 0.0)
         }
         self.read(asked)
         drafter.beside, drafter.given, drafter.least_reach = others, given, self.least_reach
@@ -233,7 +246,7 @@ class Hybrid(Proposer):
         trees = drafter.propose(
             [each if each.request_id in asked else replace(each, budget_tokens=0) for each in requests]
         )
-        self.head_seconds = time.perf_counter() - started
+        self.draft_seconds = time.perf_counter() - started
         for name in asked:
             if name in drafter.blind:
                 continue

@@ -55,7 +55,7 @@ class Medusa(DynamicTreeProposer):
     summary: ClassVar[str] = "trained heads on the last hidden state, one a depth"
     paper: ClassVar[str] = "arXiv 2401.10774"
     Options: ClassVar[type[MethodOptions]] = MedusaOptions
-    fuses: ClassVar[bool] = True
+    in_rounds: ClassVar[bool] = False
     tested_with: ClassVar[Mapping[str, Any]] = {}  # tests make heads for their models
     draft: AllDepths
 

@@ -78,6 +78,7 @@ def random_fused(v2_dir: str, random_eagle: tuple[Path, Any]) -> tuple[Path, Any
         ("second", 1),
         ("second medusa", 1),
         pytest.param("fused token", 4, marks=pytest.mark.quick),
+        pytest.param("fused model", 4, marks=pytest.mark.quick),
         ("fused clover", 4),
         ("fused medusa", 4),
     ],
@@ -99,6 +100,8 @@ def test_a_head_that_knows_everything(
             by = "token" if kind == "clover" else "hidden"
             model = tiny_clover.knowing(head, target, after, by)
             given = method(model, "clover_tree", depth)
+        case "model":  # the target itself
+            given = method(folder, "dyspec", depth)
         case "second":
             model = tiny_eagle.knowing(head, target, after, "feature", naming=tiny_heads.second_choice)
             given = method(model, nodes=2) | {"max_depth": 1}
@@ -126,7 +129,13 @@ def test_a_head_that_knows_everything(
         assert totals["spec_steps"] == 4 * (1 + math.ceil(40 / (depth + 1)))
 
 
-@pytest.fixture(params=["random_eagle", "random_fused"])
+@pytest.fixture(scope="module")
+def fused_model(v2_dir: str) -> tuple[Path, Any]:
+    """The target's first layer, likewise."""
+    return Path(v2_dir), v2_engine(v2_dir, beside_tables(method("self", "dyspec")), num_gpu_blocks_override=9)
+
+
+@pytest.fixture(params=["random_eagle", "random_fused", "fused_model"])
 def random(request: pytest.FixtureRequest) -> tuple[Path, Any]:
     """Either of them."""
     found: tuple[Path, Any] = request.getfixturevalue(request.param)

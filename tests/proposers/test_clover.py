@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from toy_draft import Draft, request
 
 from vllm_ext.proposers.clover import Clover, CloverOptions
-from vllm_ext.proposers.hybrid import HybridOptions, heads_of
+from vllm_ext.proposers.hybrid import HybridOptions, draft_of
 
 
 def test_trees_of_a_mixed_batch() -> None:
@@ -39,7 +39,7 @@ def test_trees_of_a_mixed_batch() -> None:
 def test_in_a_hybrid() -> None:
     head: dict[str, Any] = {"method": "clover_tree", "model": "m", "max_depth": 4}
     options = HybridOptions(drafters=["suffix_tree", head], num_speculative_tokens=8)
-    assert heads_of(options) == CloverOptions(model="m", max_depth=4)
+    assert draft_of(options) == CloverOptions(model="m", max_depth=4)
 
 
 def test_options() -> None:
@@ -49,7 +49,5 @@ def test_options() -> None:
         {"method": "clover_tree", "model": "m"},
         {"method": "eagle_tree", "model": "h"},
     ]
-    with pytest.raises(
-        ValidationError, match="clover_tree and eagle_tree both read the target's hidden states"
-    ):
+    with pytest.raises(ValidationError, match="clover_tree and eagle_tree both draft with passes of a model"):
         HybridOptions(drafters=drafters)

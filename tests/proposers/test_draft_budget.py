@@ -167,7 +167,7 @@ def settled(acceptance: float = 0.8) -> DraftBudget:
     """Its drafts pay, and a row that is read takes 0.5 ms."""
     machine = Machine(acceptance, 0.01, 2e-4, batch_size=4)
     machine.run(200)
-    machine.budget.record_reading(0.5, 1000)
+    machine.budget.reading.record(0.5, 1000)
     return machine.budget
 
 
@@ -178,7 +178,7 @@ def test_what_is_unread_must_pay_too() -> None:
         assert budget.plan([300] * 4, 400)[1] == 4
         assert budget.plan([5000] * 4, 400) == (0, 0)
     for _ in range(300):
-        budget.ended(20_000)
+        budget.reading.ended(20_000)
     nodes, many = budget.plan([5000] * 4, 400)
     assert nodes > 0
     assert many == 4
@@ -197,7 +197,7 @@ def test_probes_read_little_and_are_charged_for_it() -> None:
     """A draft that never pays is asked now and then, about the request with the least to read."""
     machine = Machine(0.0, 0.05, 1e-3, batch_size=4)
     machine.run(100)
-    machine.budget.record_reading(0.1, 1000)
+    machine.budget.reading.record(0.1, 1000)
     step = 1e-2 * (1.0 + 4 * 0.05)
     read, probes, steps = 0, 0, 4000
     for _ in range(steps):

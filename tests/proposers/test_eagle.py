@@ -10,9 +10,9 @@ import pytest
 from pydantic import ValidationError
 from toy_draft import VOCAB, Draft, request
 
+from vllm_ext.proposers.dyspec import DynamicTreeProposer
 from vllm_ext.proposers.eagle import Eagle, EagleOptions
-from vllm_ext.proposers.hybrid import Hybrid, HybridOptions, heads_of
-from vllm_ext.proposers.node_heads import NodeHeads
+from vllm_ext.proposers.hybrid import Hybrid, HybridOptions, draft_of
 from vllm_ext.proposers.tree import DraftTree
 
 
@@ -52,12 +52,12 @@ def hybrid(
     made = Hybrid.from_options(options, VOCAB)
     first, head = made.drafters
     monkeypatch.setattr(type(first), "propose", lambda _, requests: [others for _ in requests])
-    assert isinstance(head, NodeHeads)
+    assert isinstance(head, DynamicTreeProposer)
     draft = head.draft = Draft()
     return made, draft
 
 
-@pytest.mark.parametrize("method", ["eagle_tree", "clover_tree"])
+@pytest.mark.parametrize("method", ["eagle_tree", "clover_tree", "dyspec"])
 def test_a_hybrid_asks_below_what_its_others_say(monkeypatch: pytest.MonkeyPatch, method: str) -> None:
     order = np.argsort(-Draft().model.rows[0])
     unlikely = int(order[-1])  # the draft gives it next to nothing
@@ -93,10 +93,10 @@ def test_a_hybrid_does_not_ask_where_others_are_sure(monkeypatch: pytest.MonkeyP
     made.start(asked)
     read: list[set[str]] = []
     made.read = read.append
-    made.least_first = 0.2
+    made.least_first = {"a": 0.2, "b": 0.0}
     tree = made.propose([asked])[0]
     assert tree.tokens.tolist() == [3]
-    made.least_first = 0.0
+    made.least_first = {"a": 0.0}
     assert len(made.propose([asked])[0]) > 1
     assert read == [set(), {"a"}]  # what was committed is taken in both
 
@@ -107,8 +107,6 @@ def test_options() -> None:
     head: dict[str, Any] = {"method": "eagle_tree", "model": "m"}
     lists: list[list[dict[str, Any] | str]] = [["suffix_tree", head], [head]]
     for drafters in lists:
-        assert heads_of(HybridOptions(drafters=drafters)) == EagleOptions(model="m")
-    with pytest.raises(
-        ValidationError, match="eagle_tree and medusa_tree both read the target's hidden states"
-    ):
+        assert draft_of(HybridOptions(drafters=drafters)) == EagleOptions(model="m")
+    with pytest.raises(ValidationError, match="eagle_tree and medusa_tree both draft with passes of a model"):
         HybridOptions(drafters=[head, {"method": "medusa_tree", "model": "h"}])

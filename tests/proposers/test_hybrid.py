@@ -218,8 +218,17 @@ def test_options_make_the_drafters() -> None:
         (["token_recyclin"], r"unknown method 'token_recyclin'.*Did you mean 'token_recycling'"),
         (["hybrid"], r"'hybrid' cannot be one of its own"),
         (
-            [{"method": "dyspec", "model": "m"}],
-            r"'dyspec' drafts with passes of a model, which cannot be fused",
+            [{"method": "rsd_s", "model": "m"}],
+            r"'rsd_s' cannot be fused with others; 'dyspec' drafts with the same model",
+        ),
+        (["layerskip"], r"'layerskip' cannot be fused with others; leave it out"),
+        (
+            [{"method": "dyspec", "model": "m", "export_dir": "d"}],
+            r"dyspec\.export_dir needs dyspec alone",
+        ),
+        (
+            [{"method": "dyspec", "model": "m"}, {"method": "eagle_tree", "model": "m"}],
+            "dyspec and eagle_tree both draft with passes",
         ),
         ([{"matrix_width": 3}], r"unknown method None"),
         (

@@ -12,7 +12,7 @@ from toy_draft import VOCAB, request
 
 from vllm_ext.proposers.draft_budget import DraftBudget
 from vllm_ext.proposers.draft_model import Rows
-from vllm_ext.proposers.hybrid import Hybrid, HybridOptions, heads_of
+from vllm_ext.proposers.hybrid import Hybrid, HybridOptions, draft_of
 from vllm_ext.proposers.medusa import Medusa, MedusaOptions
 from vllm_ext.proposers.sampled import ROOT
 
@@ -94,7 +94,7 @@ def test_the_budget_counts_one_pass() -> None:
 def test_fused_trees_are_never_drawn() -> None:
     config = {"method": "medusa_tree", "model": "m"}
     options = HybridOptions(drafters=["suffix_tree", config], num_speculative_tokens=24)
-    assert heads_of(options) == MedusaOptions(model="m")
+    assert draft_of(options) == MedusaOptions(model="m")
     hybrid = Hybrid.from_options(options, VOCAB)
     heads = hybrid.drafters[1]
     assert isinstance(heads, Medusa)

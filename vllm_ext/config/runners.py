@@ -17,7 +17,7 @@ from vllm_ext.config import processors, schedulers
 from vllm_ext.config.head_files import block_of
 from vllm_ext.proposers.draft_model import DraftModelOptions, DraftModelProposer
 from vllm_ext.proposers.eagle import EagleOptions
-from vllm_ext.proposers.hybrid import HeadOptions, HybridOptions, heads_of, make_options
+from vllm_ext.proposers.hybrid import DraftOptions, HybridOptions, draft_of, make_options
 from vllm_ext.proposers.sampled import MOST_NODES_ON_DEVICE
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ def is_on_device(settings: Settings) -> bool:
 
 def _is_of_tables(options: HybridOptions) -> bool:
     """Whether the drafters without passes are those of the device's form."""
-    others = [each for each in options.drafters if not isinstance(make_options(each)[1], HeadOptions)]
+    others = [each for each in options.drafters if not isinstance(make_options(each)[1], DraftOptions)]
     return all(isinstance(each, str) for each in others) and set(others) == DEVICE_DRAFTERS
 
 
@@ -106,8 +106,8 @@ def _of_drafters(options: Any) -> Iterator[tuple[bool, str]]:
             yield proposer.on_v2 is None, f"a drafter {proposer.why_v1}"
         tables = " and ".join(sorted(DEVICE_DRAFTERS))
         yield (
-            heads_of(options) is not None and not _is_of_tables(options),
-            f"heads go with {tables} on V2, named and without options, and with nothing else",
+            draft_of(options) is not None and not _is_of_tables(options),
+            f"heads and draft models go with {tables} on V2, named and without options, and with nothing else",
         )
 
 
@@ -116,10 +116,10 @@ def _of_passes(settings: Settings) -> Iterator[tuple[bool, str]]:
     options = settings.options
     if isinstance(options, DraftModelOptions):
         yield options.export_dir is not None, "export_dir is set: drafts on the device do not see answers"
-    heads = heads_of(options)
-    if isinstance(heads, EagleOptions):
-        yield block_of(heads.model) > 1, "its head says two tokens a pass (Falcon)"
-    if issubclass(settings.proposer_class, DraftModelProposer) or heads is not None:
+    drafting = draft_of(options)
+    if isinstance(drafting, EagleOptions):
+        yield block_of(drafting.model) > 1, "its head says two tokens a pass (Falcon)"
+    if issubclass(settings.proposer_class, DraftModelProposer) or drafting is not None:
         nodes = options.num_speculative_tokens
         yield (
             nodes > MOST_NODES_ON_DEVICE,

@@ -31,7 +31,7 @@ from vllm_ext.proposers import level_budget
 from vllm_ext.proposers.clover import CloverOptions
 from vllm_ext.proposers.draft_model import DraftModelOptions, DraftModelProposer
 from vllm_ext.proposers.eagle import EagleOptions
-from vllm_ext.proposers.hybrid import heads_of, reads_nodes
+from vllm_ext.proposers.hybrid import draft_of, reads_nodes
 from vllm_ext.proposers.medusa import MedusaOptions
 from vllm_ext.proposers.ppd import PpdOptions
 from vllm_ext.proposers.self_draft import SelfDraftOptions
@@ -117,10 +117,11 @@ class Speculation(Feature):
             return
         refusals.check_vllm_config(vllm_config, settings.method, asked.runner)
         settings.proposer_class.check(settings.options, *vocabulary(vllm_config))
-        if isinstance(settings.options, DraftModelOptions):
-            second_model.check(vllm_config, settings.options)
-        if (heads := heads_of(settings.options)) is not None:
-            CHECKS[type(heads)](vllm_config, heads.model)
+        drafting = draft_of(settings.options)
+        if isinstance(drafting, DraftModelOptions):
+            second_model.check(vllm_config, drafting)
+        elif drafting is not None:
+            CHECKS[type(drafting)](vllm_config, drafting.model)
         if isinstance(settings.options, PpdOptions):
             prompt_embeddings.check(vllm_config, settings.options.model, settings.options.num_prompt_tokens)
         if isinstance(settings.options, SelfDraftOptions):

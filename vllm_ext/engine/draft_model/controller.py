@@ -18,26 +18,28 @@ from vllm_ext.engine.draft_model.heads import CloverPasses, MedusaPasses
 from vllm_ext.engine.draft_model.own_caches import OwnCaches
 from vllm_ext.engine.draft_model.passes import ModelPasses
 from vllm_ext.engine.draft_model.self_speculation import SkippedLayers
-from vllm_ext.engine.draft_model.separate import SeparateModel
+from vllm_ext.engine.draft_model.separate import MAX_NEW_TOKENS, SeparateModel
 from vllm_ext.engine.models import exit_heads
 from vllm_ext.engine.tree_layout import StepTrees
 from vllm_ext.proposers.base import Request, chains_where_asked
 from vllm_ext.proposers.clover import CloverOptions
 from vllm_ext.proposers.draft_budget import DraftBudget
-from vllm_ext.proposers.draft_model import DraftModelProposer
+from vllm_ext.proposers.draft_model import DraftModelOptions, DraftModelProposer
 from vllm_ext.proposers.dynamic_exit import DynamicExit
 from vllm_ext.proposers.eagle import EagleOptions
 from vllm_ext.proposers.exit_budget import ExitBudget
 from vllm_ext.proposers.exit_choice import ExitChoice, loaded_layers
-from vllm_ext.proposers.hybrid import HeadOptions, Hybrid
+from vllm_ext.proposers.hybrid import DraftOptions, Hybrid
 from vllm_ext.proposers.layerskip import LayerSkip
-from vllm_ext.proposers.medusa import Medusa
-from vllm_ext.proposers.node_heads import NodeHeads
+from vllm_ext.proposers.reading_cost import ReadingCost
 from vllm_ext.proposers.step_cost import StepCost
 from vllm_ext.proposers.tree import DraftTree, Int32
 from vllm_ext.proposers.unified_skip import UnifiedSkip, balanced
 
 REST = 7  # steps in which the budget is not asked again after it has said that nothing pays
+TOKENS_A_STEP = (
+    2.0  # that are believed to be put out, where what a draft has to read is spread over an answer
+)
 PASS_RATE = 0.1  # of learning what a pass takes
 CALIBRATION_SECONDS = 8.0  # of all passes of early exits together
 # Times passes of several sizes for a cost: the cost, the pass, what it is called, and for how many seconds.
@@ -70,12 +72,10 @@ class ModelDrafts:
                 device = torch.device(vllm_config.device_config.device)
                 heads = exit_heads.load(options.heads, exits, vllm_config.model_config.dtype, device)
             self.passes = EarlyExit(vllm_config, exits, heads)
-        elif isinstance(proposer, NodeHeads | Medusa):
-            self.passes = head_passes(vllm_config, options, count)
         elif isinstance(proposer, UnifiedSkip):
             self.passes = SkippedLayers(vllm_config, balanced(num_layers, options.speedup))
         else:
-            self.passes = SeparateModel(vllm_config, options)
+            self.passes = passes_of(vllm_config, options, count)
         _hand_over(self.passes, proposer)
         if options.budget != "fixed":
             if self._choice is not None:
@@ -206,7 +206,7 @@ class ModelDrafts:
                 if not one.reads:
                     self.budget.record_pass(one.seconds, one.rows, one.num_requests, context)
                 elif isinstance(self.budget, DraftBudget):
-                    self.budget.record_reading(one.seconds, one.rows)
+                    self.budget.reading.record(one.seconds, one.rows)
             host = self.seconds - sum(one.seconds for one in self.passes.passes)
             of_requests = [tree for _, tree in drafted]
             if isinstance(self.budget, DraftBudget):
@@ -266,32 +266,33 @@ class ModelDrafts:
         """A request is gone."""
         self.passes.forget(request_id)
         if isinstance(self.budget, DraftBudget):
-            self.budget.ended(num_output_tokens)
+            self.budget.reading.ended(num_output_tokens)
         if self._choice is not None:
             self._choice.finish(request_id)
 
 
-class FusedHeads:
-    """Heads among a hybrid's drafters: they read what a step has committed before all drafters are asked.
+class FusedDraft:
+    """Heads or a model among a hybrid's drafters: they read what a step has committed before all drafters are asked.
 
     Args:
         vllm_config: the engine's.
-        options: which heads.
+        options: which heads, or which model.
         count: adds one to a counter.
     """
 
-    def __init__(self, vllm_config: Any, options: HeadOptions, count: Callable[[str], None]) -> None:
+    def __init__(self, vllm_config: Any, options: DraftOptions, count: Callable[[str], None]) -> None:
         self._config = vllm_config
-        self.passes = head_passes(vllm_config, options, count)
+        self.passes = passes_of(vllm_config, options, count)
         self._first = self._each = (
             0.0  # seconds of reading what was committed, and of a pass after it with its host's
         )
+        self._reading = ReadingCost()
         self._read: Callable[[set[str]], None] | None = None  # of this step, until it has taken place
 
     def before(
         self, runner: Any, trees: StepTrees, requests: Sequence[Request], hybrid: Hybrid, rate: float
     ) -> None:
-        """Before all drafters are asked: hand over to the one that asks heads, and say what pays.
+        """Before all drafters are asked: hand over to the one that asks, and say what pays.
 
         Args:
             runner: vLLM's.
@@ -300,19 +301,26 @@ class FusedHeads:
             hybrid: the proposer; another may have been put in its place since the last step.
             rate: tokens per second that steps are expected to put out; 0: not known.
         """
-        head = next(each for each in hybrid.drafters if isinstance(each, NodeHeads | Medusa))
-        _hand_over(self.passes, head)
-        self._learn(head.passes, hybrid.head_seconds)
-        hybrid.head_seconds = 0.0
+        asking = next(each for each in hybrid.drafters if isinstance(each, DraftModelProposer))
+        _hand_over(self.passes, asking)
+        self._learn(asking.passes, hybrid.draft_seconds)
+        hybrid.draft_seconds = 0.0
         # A pass that brings less than steps put out in its time does not pay.
-        least = rate * self._first / max(len(requests), 1), rate * self._each
+        names = [request.request_id for request in requests]
+        unread = self.passes.unread(names, [len(request.tokens) for request in requests])
+        row = self._reading.row_seconds(0.0) / self._reading.steps(TOKENS_A_STEP)
+        first = {
+            name: rate * (self._first / len(requests) + row * (tokens if tokens > MAX_NEW_TOKENS else 0))
+            for name, tokens in zip(names, unread, strict=True)
+        }
+        least = first, rate * self._each
         if self._config.parallel_config.world_size > 1:  # clocks differ, and ranks must pass alike
             least = get_tp_group().broadcast_object(least, src=0)
         hybrid.least_first, hybrid.least_reach = least
         self.passes.verified(trees)
         known = runner.input_batch.num_tokens_no_spec[: len(trees.query_row)].tolist()
         self._read = lambda drafting: self.passes.advance(known, drafting)
-        if isinstance(head, Medusa):
+        if not asking.in_rounds:
             self.read({request.request_id for request in requests if request.has_room})
         else:
             hybrid.read = self.read
@@ -323,9 +331,17 @@ class FusedHeads:
         if read is not None:
             read(drafting)
 
+    def finish(self, request_id: str, num_output_tokens: int) -> None:
+        """A request is gone."""
+        self.passes.forget(request_id)
+        self._reading.ended(num_output_tokens)
+
     def _learn(self, passes: int, seconds: float) -> None:
         if not seconds or not self.passes.passes:
             return
+        for one in self.passes.passes:
+            if one.reads:
+                self._reading.record(one.seconds, one.rows)
         first = self.passes.passes[0]
         if not first.reads:
             self._first += PASS_RATE * (first.seconds - self._first) if self._first else first.seconds
@@ -334,8 +350,10 @@ class FusedHeads:
             self._each += PASS_RATE * (each - self._each) if self._each else each
 
 
-def head_passes(vllm_config: Any, options: HeadOptions, count: Callable[[str], None]) -> ModelPasses:
-    """Those of the heads that the options name."""
+def passes_of(vllm_config: Any, options: DraftOptions, count: Callable[[str], None]) -> ModelPasses:
+    """Those of the heads or of the model that the options name."""
+    if isinstance(options, DraftModelOptions):
+        return SeparateModel(vllm_config, options)
     if isinstance(options, EagleOptions):
         kind = FalconPasses if block_of(options.model) > 1 else EaglePasses
         return kind(vllm_config, options, count)

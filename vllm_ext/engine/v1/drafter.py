@@ -14,7 +14,7 @@ import numpy as np
 from vllm_ext.config import speculative
 from vllm_ext.engine import metrics, sampling_params
 from vllm_ext.engine.draft_model.answer_export import TOP_K, Export
-from vllm_ext.engine.draft_model.controller import FusedHeads, ModelDrafts
+from vllm_ext.engine.draft_model.controller import FusedDraft, ModelDrafts
 from vllm_ext.engine.draft_model.passes import ModelPasses
 from vllm_ext.engine.drafting import logits_tap
 from vllm_ext.engine.drafting.host_proposer import STEP_FAULT, HostProposer
@@ -26,7 +26,7 @@ from vllm_ext.engine.tree_layout import StepTrees
 from vllm_ext.proposers.base import Proposer, Request, chains_where_asked
 from vllm_ext.proposers.budget import GoodputBudget
 from vllm_ext.proposers.draft_model import DraftModelProposer
-from vllm_ext.proposers.hybrid import Hybrid, heads_of
+from vllm_ext.proposers.hybrid import Hybrid, draft_of, reads_nodes
 from vllm_ext.proposers.ppd import PpdOptions
 from vllm_ext.proposers.sampled import ASKED_PER_NODE
 from vllm_ext.proposers.tree import DraftTree, Int32
@@ -48,11 +48,12 @@ class Drafter:
         self.model_drafts: ModelDrafts | None = None
         if isinstance(self.proposer, DraftModelProposer):
             self.model_drafts = ModelDrafts(vllm_config, self.proposer, self.count)
-        self.heads: FusedHeads | None = None
-        heads = heads_of(settings.options)
-        if heads is not None and isinstance(self.proposer, Hybrid):
-            self.heads = FusedHeads(vllm_config, heads, self.count)
-        self._texts = BatchTexts(vllm_config, 1 if self.model_drafts is None else ASKED_PER_NODE)
+        self.fused: FusedDraft | None = None
+        drafting = draft_of(settings.options)
+        if drafting is not None and isinstance(self.proposer, Hybrid):
+            self.fused = FusedDraft(vllm_config, drafting, self.count)
+        behind = self.model_drafts is not None or reads_nodes(settings.options)
+        self._texts = BatchTexts(vllm_config, ASKED_PER_NODE if behind else 1)
         self.constraints = DraftConstraints(vllm_config, self._counters.add, self._host.fault_of)
         # On all ranks alike: what is tapped decides how greedy tokens are found.
         self._exports = getattr(settings.options, "export_dir", None) is not None
@@ -88,7 +89,7 @@ class Drafter:
     @property
     def passes(self) -> ModelPasses | None:
         """Of a model or of heads, where the method or one of its drafters asks any."""
-        asking = self.model_drafts or self.heads
+        asking = self.model_drafts or self.fused
         return None if asking is None else asking.passes
 
     @property
@@ -187,13 +188,13 @@ class Drafter:
                 if self.model_drafts is not None:
                     proposals = self.model_drafts.propose(runner, requests, len(sampled), trees)
                 else:
-                    if self.heads is not None:
+                    if self.fused is not None:
                         assert isinstance(self.proposer, Hybrid)
                         rate = 0.0 if self.budget is None else self.budget.rate
-                        self.heads.before(runner, trees, requests, self.proposer, rate)
+                        self.fused.before(runner, trees, requests, self.proposer, rate)
                     proposals = self._host.propose(requests)
-                    if self.heads is not None:
-                        self.heads.read(set())  # where nobody asked: what was committed is taken all the same
+                    if self.fused is not None:
+                        self.fused.read(set())  # where nobody asked: what was committed is taken all the same
                     outputs = [runner.requests[request.request_id].output_token_ids for request in requests]
                     proposals = self.constraints.apply(requests, outputs, proposals)
                     proposals = chains_where_asked(requests, proposals)
@@ -284,8 +285,8 @@ class Drafter:
         self.constraints.finish(request_id)
         if self.model_drafts is not None:
             self.model_drafts.finish(request_id, num_output_tokens)
-        if self.heads is not None:
-            self.heads.passes.forget(request_id)
+        if self.fused is not None:
+            self.fused.finish(request_id, num_output_tokens)
         if self._host.finish(request_id):
             if self._export is not None:
                 self._export.finish(request_id)

@@ -121,8 +121,8 @@ class SpeculativeRunner(UndrawnNoise):
         with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
             if drafter.budget is not None:
                 self._calibrate(drafter.budget.cost, target_pass, "forward pass", None)
-            if drafter.heads is not None:
-                drafter.heads.passes.warm_up()
+            if drafter.fused is not None:
+                drafter.fused.passes.warm_up()
             if drafter.model_drafts is not None:
                 drafter.model_drafts.calibrate(self._calibrate, target_pass)
 

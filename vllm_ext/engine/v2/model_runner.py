@@ -38,7 +38,7 @@ from vllm_ext.engine.v2.speculators.host import HostSpeculator
 from vllm_ext.engine.v2.speculators.model import ModelSpeculator
 from vllm_ext.engine.v2.user_processors import AskedProcessor
 from vllm_ext.proposers.draft_model import DraftModelProposer
-from vllm_ext.proposers.hybrid import heads_of
+from vllm_ext.proposers.hybrid import draft_of
 
 logger = init_logger("vllm.vllm_ext")
 
@@ -248,7 +248,7 @@ def install(runner: Any) -> None:
     kind: type[TreeSpeculator] = DeviceSpeculator if runners.is_on_device(settings) else HostSpeculator
     if issubclass(settings.proposer_class, DraftModelProposer):
         kind = ModelSpeculator
-    elif heads_of(settings.options) is not None:
+    elif draft_of(settings.options) is not None:
         kind = FusedSpeculator
     runner.speculator = kind(runner.vllm_config, runner.device, runner.req_states)
     runner.speculator.may_vary = runner._may_vary

@@ -45,6 +45,22 @@ class SlotTrees(NamedTuple):
         )
 
 
+def keep_first(trees: SlotTrees, slots: torch.Tensor, most: torch.Tensor) -> None:
+    """Make padding of all but the first nodes of some trees.
+
+    Args:
+        trees: of all slots; changed at ``slots``.
+        slots: int64 ``[requests]``, no two alike.
+        most: int64 ``[requests]`` nodes that stay.
+    """
+    padding = SlotTrees.of_size(1, trees.parents.shape[1] - 1, trees.parents.device)
+    row = torch.arange(trees.parents.shape[1], device=trees.parents.device)
+    stays = row <= most[:, None]
+    for values, empty in zip(trees, padding, strict=True):
+        kept = stays.reshape(*stays.shape, *[1] * (values.dim() - 2))
+        values[slots] = torch.where(kept, values[slots], empty)
+
+
 class RowLayout(NamedTuple):
     """The verified rows of one step, request after request."""
 

@@ -108,8 +108,8 @@ def let_engines_end(seconds: float) -> None:
 
 
 def read_requests() -> None:
-    """Let requests to our methods use ``min_p`` and ``logit_bias``, rules with pairs see a request's prompt, strict
-    servers its schema, and engines on V2 its lists. Idempotent.
+    """Let requests to our methods use ``min_p`` and ``logit_bias`` and say what is drafted for them, rules with pairs
+    see a request's prompt, strict servers its schema, and engines on V2 its lists. Idempotent.
 
     That is where they can refuse it with an HTTP 400. vLLM asks logits processors about a request's parameters alone,
     takes none of V1 next to its own speculation nor on its V2 runner, and knows no other place before the engine.
@@ -125,9 +125,10 @@ def read_requests() -> None:
     def process_inputs(
         self: Any, request_id: str, prompt: Any, params: Any, *more: Any, **options: Any
     ) -> Any:
-        from vllm_ext.config import structured_outputs, v2_limits
+        from vllm_ext.config import request_options, structured_outputs, v2_limits
         from vllm_ext.engine import paired_requests, sampling_params
 
+        request_options.check_request(self.vllm_config, params)
         validating = sampling_params.allowing_all(self, params)
         request = original(validating, request_id, prompt, params, *more, **options)
         structured_outputs.check_request(self.vllm_config, request)

@@ -42,7 +42,12 @@ def server(model_dir: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator
         server = servers.Server("tested", model_dir, "float32", METHOD)
         rules = {"trie": {"files": {"pets": str(file)}}, "awrs": {}, "cad": {}}
         ours = {"vllm_ext": {"rules": rules, "structured_outputs": {"strict": True}}}
-        server.command += ["--additional-config", json.dumps(ours)]
+        server.command += [
+            "--additional-config",
+            json.dumps(ours),
+            "--per-request-spec-decode-metrics",
+            "summary",
+        ]
         with server:
             patch.undo()
             for _ in local_server.wait_until_ready([server]):
@@ -136,6 +141,8 @@ def test_bad_requests_get_400_and_hurt_nobody(server: servers.Server) -> None:
         {"prompt": "x", "max_tokens": 4, "min_p": 2.0, "temperature": 1},
         {"prompt": "x", "max_tokens": 4, "logit_bias": {"99999999": 1}},
         {"prompt": "x", "max_tokens": 4, "temperature": -1},
+        {"prompt": "x", "max_tokens": 4, "vllm_xargs": {"speculation_max_nodes": -1}},
+        {"prompt": "x", "max_tokens": 4, "vllm_xargs": {"speculaton": False}},
     ):
         status, reply = post(server, "/v1/completions", **body)
         assert status == 400, (body, reply)
@@ -145,6 +152,36 @@ def test_bad_requests_get_400_and_hurt_nobody(server: servers.Server) -> None:
     )
     assert status == 200, reply
     assert answer(server, "Say hello.")
+
+
+def test_a_request_says_what_is_drafted_for_it_and_hears_what_was(server: servers.Server) -> None:
+    """Switched off it has plain's answer and no drafts; vLLM's own field of a response has a request's figures."""
+
+    def ask(asked: dict[str, Any] | None) -> tuple[str, dict[str, Any] | None, int]:
+        """The answer, what the response says of drafts, and how many nodes the server says it verified."""
+        before = server.metric("vllm_ext:spec_draft_tokens_total")
+        status, reply = post(
+            server,
+            "/v1/completions",
+            prompt="1, 2, 1, 2, 1, 2, 1,",
+            max_tokens=40,
+            ignore_eos=True,
+            vllm_xargs=asked,
+        )
+        assert status == 200, reply
+        said = (reply.get("metrics") or {}).get("speculative_decoding")
+        nodes = server.metric("vllm_ext:spec_draft_tokens_total") - before
+        return reply["choices"][0]["text"], said, int(nodes)
+
+    text, said, nodes = ask(None)
+    assert said is not None
+    assert said["num_draft_tokens"] == nodes > 0
+    assert 0 < said["num_accepted_draft_tokens"] <= nodes
+    assert ask({"speculation_max_nodes": 1})[0] == text
+    off, said, nodes = ask({"speculation": False})
+    assert off == text
+    assert nodes == 0
+    assert said is None or said["num_spec_steps"] == 0
 
 
 def test_rules_of_requests(server: servers.Server) -> None:

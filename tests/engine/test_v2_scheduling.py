@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 from conftest import V2_HOST_METHOD, V2_METHOD, v2_engine, v2_engine_ahead
 from helpers import assert_same_outputs, preemptions
-from v2_requests import counters, generate, prompts, sampling, tokens
+from v2_requests import counters, generate, prompts, sampling, tokens, watch_parents
+from vllm.sampling_params import StructuredOutputsParams
 
 pytestmark = pytest.mark.v2
 
@@ -113,11 +114,45 @@ def test_fewer_nodes_than_there_are(
     assert counters(v2_either)["spec_accepted_tokens"] >= least
 
 
+def test_requests_that_ask_for_fewer_nodes_or_none(
+    v2_plain: Any, v2_either: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Alone, and beside others that do not; whatever they ask for, the tokens are the same."""
+    parents = watch_parents(v2_either, monkeypatch)
+    off, small = {"speculation": False}, {"speculation_max_nodes": 2}
+    texts = prompts(4, seed=15)
+    expected = tokens(generate(v2_plain, texts, sampling(max_tokens=16)))
+
+    def drafted(asked: list[dict[str, Any] | None]) -> tuple[int, set[int]]:
+        """How many nodes steps verified; and the sizes of trees that there were."""
+        parents.clear()
+        before = counters(v2_either)["spec_draft_tokens"]
+        kinds = [sampling(max_tokens=16, extra_args=each) for each in asked]
+        assert_same_outputs(expected, tokens(generate(v2_either, texts, kinds)))
+        sizes = {sum(row >= 0 for row in of_request) for of_request in parents}
+        return counters(v2_either)["spec_draft_tokens"] - before, sizes
+
+    assert drafted([off] * 4) == (0, {0})
+    assert max(drafted([small] * 4)[1]) == 2
+    number, sizes = drafted([None, off, small, None])
+    assert number > 0
+    assert max(sizes) > 2
+    # A schema's, too.
+    schema = StructuredOutputsParams(json={"type": "array", "items": {"type": "integer"}})
+    kinds = [sampling(structured_outputs=schema, extra_args=each) for each in (off, small, None, off)]
+    expected = tokens(generate(v2_plain, texts, kinds))
+    assert_same_outputs(expected, tokens(generate(v2_either, texts, kinds)))
+
+
 @pytest.mark.parametrize(
     ("method", "scheduled_ahead"), [(V2_METHOD, False), (V2_METHOD, True), (V2_HOST_METHOD, False)]
 )
 def test_the_goodput_budget(
-    v2_dir: str, v2_plain: Any, method: dict[str, Any], scheduled_ahead: bool
+    v2_dir: str,
+    v2_plain: Any,
+    method: dict[str, Any],
+    scheduled_ahead: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Whatever it chooses, the tokens are the same; it has tried all sizes, and graphs would be captured for them."""
     from vllm_ext.engine.scheduler.budget import Budget
@@ -139,6 +174,24 @@ def test_the_goodput_budget(
     rates = [scheduler.budget.rate(3, level) for level in scheduler.budget.levels]
     assert rates[0] is not None
     assert rates[1] is not None
+    # Where nobody wants drafts, steps have no rows for any; else as many as for the one who wants most.
+    monkeypatch.setattr(scheduler.budget, "choose", lambda number: 6)
+    schedule, levels = scheduler.schedule, []
+
+    def watching(*args: Any, **kwargs: Any) -> Any:
+        running = len(scheduler.running)
+        output = schedule(*args, **kwargs)
+        if running and output.num_scheduled_tokens:
+            levels.append(output.num_spec_tokens_to_schedule)
+        return output
+
+    monkeypatch.setattr(scheduler, "schedule", watching)
+    for asked, most in (({"speculation": False}, 0), ({"speculation_max_nodes": 1}, 2)):
+        levels.clear()
+        for kind in kinds:
+            kind.extra_args = asked
+        assert_same_outputs(expected, tokens(generate(llm, texts, kinds)))
+        assert set(levels) == {most}
 
 
 @pytest.mark.quick

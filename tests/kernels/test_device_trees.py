@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_ext.kernels.backends import Backend
-from vllm_ext.kernels.device_trees import RowLayout, SlotTrees, Walked, lay_out, walk
+from vllm_ext.kernels.device_trees import RowLayout, SlotTrees, Walked, keep_first, lay_out, walk
 from vllm_ext.samplers.tree_walk import greedy_walk
 
 IN_INTERPRETER = os.environ.get("DEVICE_TREES_TEST_BACKEND") == "triton"
@@ -45,6 +45,20 @@ def random_trees(nodes: int) -> SlotTrees:
             trees.bits[slot, node] |= trees.bits[slot, parent]
             trees.groups[slot, node] = int(torch.randint(0, 50, (1,)))
     return trees
+
+
+def test_the_first_nodes_stay() -> None:
+    torch.manual_seed(4)
+    trees = random_trees(6)
+    before = SlotTrees(*(values.clone() for values in trees))
+    most = {5: 0, 1: 2, 3: 6}
+    keep_first(trees, torch.tensor([*most], device=DEVICE), torch.tensor([*most.values()], device=DEVICE))
+    padding = SlotTrees.of_size(1, 6, DEVICE)
+    for values, was, empty in zip(trees, before, padding, strict=True):
+        for slot in range(SLOTS):
+            stays = 1 + most.get(slot, 6)
+            assert torch.equal(values[slot, :stays], was[slot, :stays])
+            assert torch.equal(values[slot, stays:], empty[0, stays:])
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 MOST_EDITS = 2
+MOST_OTHERS = 64  # keys of a request that are compared with ours
 SHORT = 3  # of names this short every other word is two edits away: one counts
 
 

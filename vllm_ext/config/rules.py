@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from pydantic import ValidationError
 
 from vllm_ext.config import speculative
-from vllm_ext.config.allowed import hint, nearest
+from vllm_ext.config.allowed import MOST_OTHERS, hint, nearest
 from vllm_ext.data.model_files import ModelVocabulary
 from vllm_ext.samplers.base import Asked, Kind, LearningRule, Rule, RuleOptions, RuleParams
 from vllm_ext.samplers.messages import quoted
@@ -31,7 +31,6 @@ logger = logging.getLogger("vllm.vllm_ext")
 FIELD = speculative.FIELD
 # Keys that the engine puts into SamplingParams.extra_args; see `vllm_ext.engine.paired_requests`.
 ENGINE_KEYS = ("vllm_ext_twin_prompt", "vllm_ext_twin", "vllm_ext_twin_owner", "vllm_ext_trunk")
-MOST_OTHERS = 64  # keys of a request that are compared with ours
 EXAMPLE = '--additional-config \'{"vllm_ext": {"rules": {"%s": {...}}}}\''
 
 

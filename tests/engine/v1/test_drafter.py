@@ -185,8 +185,35 @@ def step(
     for start, tokens in zip(trees.row_start.tolist(), sampled, strict=False):
         choice[start : start + len(tokens)] = tokens  # right for chains
     trees.accepted, _ = greedy_walk(trees.row_start, trees.tokens, trees.parents, choice)
-    drafter.tap(trees, logits)
+    drafter.tap(names, trees, logits)
     return drafter.step(runner, trees, 3, sampled)
+
+
+def test_requests_that_ask_for_fewer_nodes_or_none(drafter: Drafter, recorder: Recorder) -> None:
+    """Nothing is drafted for who is switched off, and nothing learnt: not from its text, rows or logits."""
+    off, small = params(extra_args={"speculation": False}), params(extra_args={"speculation_max_nodes": 2})
+    asked = {"off": off, "small": small, "free": params(extra_args=None)}
+    for name, each in asked.items():
+        drafter.admit(name, each)
+    runner = Runner({name: ([1, 3], [4], each) for name, each in asked.items()}, [[4], [4], [4]])
+    assert step(drafter, runner, [0, 0, 0], [[5], [5], [5]]) == [[], [7, 8], [7, 8, 9]]
+    assert recorder.started == ["small", "free"]
+    (rows,) = recorder.rows
+    assert rows.row_start.tolist() == [0, 0, 1, 2]
+    assert rows.top_ids[:, 0].tolist() == [11, 12]
+    assert drafter.counters()["spec_steps"] == 2
+    for name in asked:
+        drafter.finish(name)
+    assert recorder.finished == ["small", "free"]
+    # Alone it costs no look at the logits either.
+    drafter.admit("off", off)
+    runner = Runner({"off": ([1, 3], [4], off)}, [[4]])
+    assert step(drafter, runner, [0], [[5]]) == [[]]
+    assert len(recorder.rows) == 1
+    # The next of that name is another.
+    drafter.finish("off")
+    drafter.admit("off", params(extra_args=None))
+    assert step(drafter, runner, [0], [[5]]) == [[7, 8, 9]]
 
 
 def test_rows_of_a_mixed_batch(drafter: Drafter, recorder: Recorder) -> None:

@@ -108,7 +108,13 @@ class Drafts:
 
 def new_request(name: str, text: list[int], num_prompt: int | None, **values: Any) -> Any:
     params: dict[str, Any] = {"temperature": 0.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "seed": None}
-    params |= {"max_tokens": 100, "eos_token_id": END, "stop_token_ids": [], "structured_outputs": None}
+    params |= {
+        "max_tokens": 100,
+        "eos_token_id": END,
+        "stop_token_ids": [],
+        "structured_outputs": None,
+        "extra_args": None,
+    }
     return SimpleNamespace(
         req_id=name,
         prefill_token_ids=text,

@@ -98,6 +98,7 @@ def batch(names: list[str], slots: list[int], row_start: list[int], prefill_len:
         req_ids=names,
         num_reqs=len(names),
         idx_mapping=torch.tensor(slots, dtype=torch.int32),
+        idx_mapping_np=np.array(slots),
         cu_num_logits_np=np.array(row_start),
         num_computed_tokens_np=np.full(len(names), 10),
         num_scheduled_tokens=np.diff(row_start),
@@ -260,7 +261,12 @@ def test_the_drafter_is_told_what_can_be_verified(
 ) -> None:
     told: list[tuple[Any, ...]] = []
     monkeypatch.setattr(speculator.drafts, "admit", lambda *args: told.append(args))
-    request = SimpleNamespace(sampling_params=SimpleNamespace(structured_outputs=structured))
+    request = SimpleNamespace(sampling_params=SimpleNamespace(structured_outputs=structured, extra_args=None))
     speculator.admit(1, request, path_dependent)
     assert told == [(request, chain, depth)]
     assert speculator.teaches.tolist() == [0, int(structured is None), 0]
+    # Of one that is switched off nobody hears.
+    request.sampling_params.extra_args = {"speculation": False}
+    speculator.admit(1, request, path_dependent)
+    assert len(told) == 1
+    assert speculator.teaches.tolist() == [0, 0, 0]

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from vllm_ext.config import kv_cache
+from vllm_ext.config import kv_cache, request_options
 from vllm_ext.engine import sampling_params
 from vllm_ext.proposers.base import Request, Sampling
 from vllm_ext.proposers.tree import Int32
@@ -132,6 +132,7 @@ class Text:
         self._max_model_len = max_model_len
         self._sampling = sampling_params.sampling_of(self.params)
         self._chain, self._most_depth = chain, most_depth
+        self._most_nodes = request_options.most_nodes(self.params)
         self.structured = self.params.structured_outputs is not None
         self.ended = False  # steps scheduled before that was known still put out tokens, which nobody gets
 
@@ -159,6 +160,8 @@ class Text:
 
     def request(self, name: str, level: int) -> Request:
         """As it is drafted for, with so many nodes at most."""
+        if self._most_nodes is not None:
+            level = min(level, self._most_nodes)
         return drafted_for(
             name,
             self.tokens,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from vllm_ext.config import speculative
+from vllm_ext.config import request_options, speculative
 from vllm_ext.engine import step_extras
 from vllm_ext.engine.v2 import shares
 from vllm_ext.proposers.level_budget import LevelBudget, levels_of
@@ -41,7 +41,7 @@ class Budget:
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         """vLLM's; the drafts that this step makes are as many as the budget says."""
-        level = self.budget.choose(max(len(self.running), 1))
+        level = min(self.budget.choose(max(len(self.running), 1)), self._most_asked())
         # Masks of grammars have a row for each draft that was scheduled.
         shared = self._shares and level > 0 and not any(each.use_structured_output for each in self.running)
         self.dynamic_sd_lookup = self._schedules[self.budget.levels[-1] if shared else level]
@@ -57,6 +57,13 @@ class Budget:
                 self._shown = now
                 step_extras.set_of(output).budget = state
         return output
+
+    def _most_asked(self) -> int:
+        """The smallest level that has all nodes that any running request may have."""
+        levels = self.budget.levels
+        asked = [request_options.most_nodes(each.sampling_params) for each in self.running]
+        most = max((levels[-1] if nodes is None else nodes for nodes in asked), default=levels[-1])
+        return next((level for level in levels if level >= most), levels[-1])
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
         """vLLM's; then the budget learns from the step."""

@@ -7,11 +7,12 @@ vLLM's own narrow ``propose()`` signature does not carry.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from vllm_ext.config import speculative
+from vllm_ext.config import request_options, speculative
 from vllm_ext.engine import metrics, sampling_params
 from vllm_ext.engine.draft_model.answer_export import TOP_K, Export
 from vllm_ext.engine.draft_model.controller import FusedDraft, ModelDrafts
@@ -65,6 +66,8 @@ class Drafter:
         self._vocab_size: int = vllm_config.model_config.get_vocab_size()
         # By request id, the tree of the next step. The scheduler may cut it.
         self.proposed: dict[str, DraftTree] = {}
+        # By request id, most nodes of those that have asked for fewer; 0: it is switched off.
+        self._most_nodes: dict[str, int] = {}
         # Why this model's drafts are chains; None where it can verify trees. Set once the caches are bound.
         self.chain_reason: str | None = None
         self.num_nodes = settings.options.num_speculative_tokens  # most of one request
@@ -125,10 +128,21 @@ class Drafter:
         """vLLM's own entry; ours is `step`. Reached only when our worker is not in place."""
         raise RuntimeError("vllm-ext's runner is not installed; leave worker_cls at 'auto'")
 
-    def tap(self, trees: StepTrees, logits: Any) -> Int32 | None:
+    def admit(self, request_id: str, params: Any) -> None:
+        """A request has come, and none of it is computed yet."""
+        self.constraints.start(request_id, params)
+        most = request_options.most_nodes(params)
+        if most is not None:
+            self._most_nodes[request_id] = most
+
+    def _is_off(self, request_id: str) -> bool:
+        return self._most_nodes.get(request_id) == 0
+
+    def tap(self, names: Sequence[str], trees: StepTrees, logits: Any) -> Int32 | None:
         """Before sampling: keep what the step's logits say, while no sampler has written into them.
 
         Args:
+            names: ids of the step's requests.
             trees: the step's rows.
             logits: ``[num_rows, vocab]``, the target's.
 
@@ -137,7 +151,7 @@ class Drafter:
             does not want them.
         """
         width = TOP_K if self._exports else self.proposer.verified_top_k
-        if not width:
+        if not width or (self._most_nodes and all(map(self._is_off, names))):
             return None
         try:
             total_of = None
@@ -166,11 +180,13 @@ class Drafter:
         """
         drafts: list[list[int]] = [[] for _ in sampled]
         names = runner.input_batch.req_ids
-        # Pairs get their primaries' tokens and drafts: nobody counts those, learns from them or drafts them again.
+        # Pairs get their primaries' tokens and drafts: nobody counts those, learns from them or drafts them again. Nor
+        # those of requests that are switched off.
         own = sampled
-        if runner.pairs:
-            pairs = {pair for _, pair in runner.pairs}
-            own = [[] if slot in pairs else tokens for slot, tokens in enumerate(sampled)]
+        if runner.pairs or self._most_nodes:
+            apart = {pair for _, pair in runner.pairs}
+            apart |= {slot for slot, name in enumerate(names) if self._is_off(name)}
+            own = [[] if slot in apart else tokens for slot, tokens in enumerate(sampled)]
         # What follows an end token never reaches the output: nobody counts it, learns from it or hands it on.
         kept = [
             sampling_params.num_kept(runner.requests[request_id].sampling_params, tokens)
@@ -282,6 +298,7 @@ class Drafter:
     def finish(self, request_id: str, num_output_tokens: int = 0) -> None:
         """A request is gone that has put out so many tokens."""
         self.proposed.pop(request_id, None)
+        self._most_nodes.pop(request_id, None)
         self.constraints.finish(request_id)
         if self.model_drafts is not None:
             self.model_drafts.finish(request_id, num_output_tokens)
@@ -310,6 +327,9 @@ class Drafter:
         # Where a prompt has one token that is not cached vLLM fills its rows up, as if it had drafts.
         real = trees.tokens >= 0
         num_rows = np.add.reduceat(real, trees.row_start[:-1], dtype=np.int32)
+        if self._most_nodes:
+            off = np.array([self._is_off(name) for name in runner.input_batch.req_ids])
+            real &= ~np.repeat(off, np.diff(trees.row_start))
         tapped = self._tap.take()
         if tapped is not None or not self.proposer.verified_top_k:
             top, log_total = (None, None) if tapped is None else tapped
@@ -350,7 +370,7 @@ class Drafter:
         for slot, (name, emitted) in enumerate(zip(runner.input_batch.req_ids, sampled, strict=True)):
             if not emitted:
                 continue
-            nodes = min(num_draft_tokens[slot], self.num_nodes)
+            nodes = min(num_draft_tokens[slot], self._most_nodes.get(name, self.num_nodes), self.num_nodes)
             if self.budget is not None and self._may_hint:
                 nodes = min(nodes, self.budget.hint(name))
             known = self._host.known.get(name)

@@ -152,7 +152,7 @@ class SpeculativeRunner(UndrawnNoise):
         if self.drafter.passes is not None:
             self.drafter.passes.begin_step(scheduler_output)
         for request in scheduler_output.scheduled_new_reqs:
-            self.drafter.constraints.start(request.req_id, request.sampling_params)
+            self.drafter.admit(request.req_id, request.sampling_params)
         return super().execute_model(scheduler_output, *args, **kwargs)  # type: ignore[misc]
 
     def _prepare_inputs(self, scheduler_output: Any, num_scheduled_tokens: Any) -> Any:
@@ -307,7 +307,7 @@ class SpeculativeRunner(UndrawnNoise):
         state = self.execute_model_state
         if state is not None:
             assert self.step_trees is not None
-            top_ids = self.drafter.tap(self.step_trees, state.logits)
+            top_ids = self.drafter.tap(self.input_batch.req_ids, self.step_trees, state.logits)
             self.step_hidden, self.step_streams = state.hidden_states, state.aux_hidden_states or ()
             self.greedy_choice = None if grammar_output is not None or top_ids is None else top_ids[:, 0]
         output = super().sample_tokens(grammar_output)

@@ -22,14 +22,14 @@ from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.worker.gpu.buffer_utils import UvaBackedTensor
 from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 
-from vllm_ext.config import speculative
+from vllm_ext.config import request_options, speculative
 from vllm_ext.engine.structured_output import known_trees
 from vllm_ext.engine.structured_output.grammar import in_worker
 from vllm_ext.engine.structured_output.known_trees import KnownTrees
 from vllm_ext.engine.v2.speculators import tree_rows
 from vllm_ext.engine.v2.speculators.counters import Counts
 from vllm_ext.kernels import backends
-from vllm_ext.kernels.device_trees import EMPTY, RowLayout, SlotTrees, lay_out
+from vllm_ext.kernels.device_trees import EMPTY, RowLayout, SlotTrees, keep_first, lay_out
 from vllm_ext.kernels.drawn_rows import DrawnTrees
 from vllm_ext.kernels.recycling import WalkedRows
 from vllm_ext.kernels.top_k import top_k_ids
@@ -97,6 +97,9 @@ class TreeSpeculator(BaseSpeculator):  # type: ignore[misc]  # vLLM is untyped t
         self.path_dependent = np.zeros(self.max_num_reqs, dtype=bool)
         self.structured = np.zeros(self.max_num_reqs, dtype=bool)
         self._only_chain = np.zeros(self.max_num_reqs, dtype=bool)
+        self.most_nodes = np.full(
+            self.max_num_reqs, self.num_nodes
+        )  # of a slot's tree; 0: it is switched off
         self._teaches = UvaBackedTensor(self.max_num_reqs, dtype=torch.int32)
         # Why this model's drafts are chains; None where it can verify trees. Set once the caches are bound.
         self.chain_reason: str | None = None
@@ -143,7 +146,9 @@ class TreeSpeculator(BaseSpeculator):  # type: ignore[misc]  # vLLM is untyped t
         """
         structured = request.sampling_params.structured_outputs is not None
         self.structured[slot] = structured
-        self._teaches.np[slot] = not structured
+        most = request_options.most_nodes(request.sampling_params)
+        self.most_nodes[slot] = self.num_nodes if most is None else min(most, self.num_nodes)
+        self._teaches.np[slot] = not structured and most != 0
         self.path_dependent[slot] = path_dependent
         if self.known_trees is not None:
             self.known_trees.start(request)
@@ -158,7 +163,9 @@ class TreeSpeculator(BaseSpeculator):  # type: ignore[misc]  # vLLM is untyped t
 
     @property
     def teaches(self) -> torch.Tensor:
-        """int32 ``[slots]``: 1 if the logits of a request are the model's own, with no grammar's mask in them."""
+        """int32 ``[slots]``: 1 if the logits of a request are the model's own, with no grammar's mask in them, and may
+        be learnt from.
+        """
         flags: torch.Tensor = self._teaches.gpu
         return flags
 
@@ -206,7 +213,13 @@ class TreeSpeculator(BaseSpeculator):  # type: ignore[misc]  # vLLM is untyped t
     def propose(self, input_batch: Any, *args: Any, dummy_run: bool = False, **kwargs: Any) -> torch.Tensor:
         """vLLM's: int64 ``[requests, nodes]`` in batch order, after the step's tokens were taken over."""
         tokens = self.draft(input_batch, *args, dummy_run=dummy_run, **kwargs)
-        if dummy_run or self.known_trees is None:
+        if dummy_run:
+            return tokens
+        slots = input_batch.idx_mapping_np
+        small = slots[self.most_nodes[slots] < self.num_nodes]
+        if len(small):
+            keep_first(self.trees, self.to_device(small), self.to_device(self.most_nodes[small]))
+        if self.known_trees is None:
             return tokens
         structured = np.flatnonzero(self.structured[input_batch.idx_mapping_np])
         if not len(structured):
@@ -247,8 +260,9 @@ class TreeSpeculator(BaseSpeculator):  # type: ignore[misc]  # vLLM is untyped t
         for name, slot, (text, drafted, parents) in zip(names, slots, arrived, strict=True):
             tree = known_trees.tree_of_rows(drafted, parents, level)
             most_depth = SLOW_DEPTH if self.path_dependent[slot] else self.num_nodes
+            nodes = min(level, int(self.most_nodes[slot]))
             trees.append(
-                known.draft(name, text, tree, level, min(most_depth, self.max_depth), self._only_chain[slot])
+                known.draft(name, text, tree, nodes, min(most_depth, self.max_depth), self._only_chain[slot])
             )
             roots.append(text[-1] if text else 0)
         packed = self.to_device(tree_rows.pack(trees, np.array(roots, np.int32), self.num_nodes), torch.int32)

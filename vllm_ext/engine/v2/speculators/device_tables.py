@@ -65,7 +65,8 @@ class DeviceTables:
         """See `TreeSpeculator.start`."""
         self._chains.np[slot] = chain
         self._max_depths.np[slot] = most_depth
-        self._new.append((slot, len(request.prefill_token_ids)))
+        if self._owner.most_nodes[slot]:
+            self._new.append((slot, len(request.prefill_token_ids)))
 
     def apply_staged_writes(self) -> None:
         """See `TreeSpeculator.apply_staged_writes`."""

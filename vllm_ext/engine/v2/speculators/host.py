@@ -55,7 +55,8 @@ class HostSpeculator(TreeSpeculator):
         self.drafts.load()
 
     def start(self, slot: int, request: Any, chain: bool, most_depth: int) -> None:
-        self.drafts.admit(request, chain, most_depth)
+        if self.most_nodes[slot]:
+            self.drafts.admit(request, chain, most_depth)
 
     def finish(self, request_ids: Iterable[str]) -> None:
         super().finish(request_ids)

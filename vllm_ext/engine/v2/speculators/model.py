@@ -105,6 +105,8 @@ class ModelSpeculator(TreeSpeculator):
         random = params.temperature > 0.0 and params.seed is None
         # What is drawn without a grammar's mask would be rejected where the mask forbids it.
         by_itself = not (self.path_dependent[slot] or self.structured[slot])
+        # A part of what was drawn is not what verification of it expects; of chosen nodes any part is.
+        by_itself &= self.most_nodes[slot] >= self.num_nodes
         self._is_drawn[slot] = self.step.draws and random and not chain and by_itself
         self._chains[slot] = chain
         self._depths[slot] = most_depth

@@ -7,8 +7,8 @@ often such nodes were right is counted as the requests go on, with older counts 
 promises too much is discounted, and agreement counts for what it is worth on this very text.
 
 Source: the fusion of retrieval and drafter trees along common prefixes of RASD, arXiv 2503.03434. Deviations: any
-set of drafters, one learnt estimate instead of fixed shares of the budget, no pruning by a draft model's
-first distribution (there is none among these drafters).
+set of drafters, one learnt estimate instead of fixed shares of the budget, no pruning by a draft model's first
+distribution: where one is asked, it goes on below the others' nodes (`joint_tree`).
 """
 
 from __future__ import annotations

@@ -35,7 +35,9 @@ PARTS = (
         'In `--additional-config`: `{"vllm_ext": {"kv": {"method": NAME, OPTION: VALUE}}}`. [What they cost](kv.md).',
     ),
 )
-COMMON = "options that all"
+COMMON, OF_REQUESTS = "options that all", "parameters of requests (vllm_xargs), of all methods"
+
+OF_ONE_REQUEST = "tuning.md#of-one-request"
 
 
 def table(rows: list[dict[str, str]]) -> str:
@@ -53,10 +55,13 @@ def part(entries: list[dict[str, Any]]) -> list[str]:
     shared = [rows for heading, rows in entries[0].items() if heading.startswith(COMMON)]
     if shared:
         found.append(f"All of them have:\n\n{table(max(shared, key=len))}\n")
+    if rows := entries[0].get(OF_REQUESTS):
+        what = f"[what they do]({OF_ONE_REQUEST})"
+        found.append(f"Parameters of requests to any of them, in `vllm_xargs` ({what}):\n\n{table(rows)}\n")
     for entry in entries:
         found.append(f"### {entry['name']}\n\n{entry['summary']} ({entry['paper']})\n")
         for heading, rows in entry.items():
-            if isinstance(rows, list) and not heading.startswith(COMMON):
+            if isinstance(rows, list) and not heading.startswith((COMMON, OF_REQUESTS)):
                 if heading != "options":
                     found.append(f"{heading[0].upper()}{heading[1:]}{':' if rows else ': none.'}\n")
                 elif not rows:

@@ -58,7 +58,7 @@ def test_a_name_has_its_options_and_common_ones_once(command: str) -> None:
         body, _, serve = shown.output.rpartition("\nserve with: ")
         assert longest(body) <= COLUMNS
         groups = [group for group in entry.values() if isinstance(group, list)]
-        assert len(groups) == 2
+        assert len(groups) == (3 if command == "methods" else 2)
         for option in [option["name"] for group in groups for option in group]:
             assert body.count(f"\n  {option}  ") == 1, option
         given = json.loads(serve.partition("'")[2].rpartition("'")[0])

@@ -46,8 +46,8 @@ def eagle(model: str, nodes: int = 12, **options: Any) -> dict[str, Any]:
         ("token", "eagle_tree", 0),
         ("feature", "eagle_tree", 0),
         ("token", "hybrid", 0),
-        ("feature", "eagle_tree", 1),
-        ("sampling", "eagle_tree", 0),
+        pytest.param("feature", "eagle_tree", 1, marks=pytest.mark.slow),
+        pytest.param("sampling", "eagle_tree", 0, marks=pytest.mark.slow),
         pytest.param("sampling", "eagle_tree", 1, marks=pytest.mark.slow),
         ("trigram", "eagle_tree", 0),
         pytest.param("trigram", "eagle_tree", 1, marks=pytest.mark.slow),
@@ -87,6 +87,7 @@ def bits_of_weights(worker: Any) -> set[int]:
 
 
 @pytest.mark.skipif(cpu_linear.reason_against(torch.bfloat16) is not None, reason="no kernel of ours")
+@pytest.mark.slow
 def test_a_head_in_8_bits_knows_everything_too(cycle: tuple[str, Any], tmp_path: Path) -> None:
     folder, after = cycle
     config = eagle(tiny_eagle.knowing(tmp_path / "head", Path(folder), after, "token", 0), 4)
@@ -102,7 +103,7 @@ def test_a_head_in_8_bits_knows_everything_too(cycle: tuple[str, Any], tmp_path:
     scope="module",
     params=[
         None,
-        tiny_eagle.FALCON,
+        pytest.param(tiny_eagle.FALCON, marks=pytest.mark.slow),
         pytest.param(tiny_eagle.CHIMERA, marks=pytest.mark.slow),
         pytest.param(tiny_eagle.FSPAD, marks=pytest.mark.slow),
     ],

@@ -46,10 +46,7 @@ def triton_attention() -> Iterator[None]:
 
 @pytest.mark.parametrize(
     "method",
-    [
-        pytest.param(name, marks=[pytest.mark.quick] * (name in ("spectr", "hybrid+eagle_tree")))
-        for name in METHODS
-    ],
+    [pytest.param(name, marks=[pytest.mark.quick] * (name == "spectr")) for name in METHODS],
 )
 def test_graphs_draft_as_launches_do(
     v2_dir: str, method: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path

@@ -34,9 +34,7 @@ _engines: dict[str, Any] = {}
 
 
 @pytest.fixture(
-    params=[
-        pytest.param(name, marks=[pytest.mark.quick] * (name in ("dyspec", "spectr"))) for name in METHODS
-    ]
+    params=[pytest.param(name, marks=[pytest.mark.quick] * (name == "dyspec")) for name in METHODS]
 )
 def v2_same(request: pytest.FixtureRequest, v2_dir: str, v2_plain: Any) -> tuple[str, Any]:
     """A method, and an engine whose draft model is the target."""

@@ -173,7 +173,7 @@ def test_branches_under_a_grammar(v2_plain: Any, v2_either: Any, monkeypatch: py
 @pytest.mark.quick
 def test_forced_text_is_drafted(v2_plain: Any, v2_either: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Names of properties, whatever a drafter knows; without it far fewer drafts are accepted."""
-    kinds = [under(RECORD, max_tokens=60, temperature=1.0, seed=seed) for seed in range(2)]
+    kinds = [under(RECORD, max_tokens=40, temperature=1.0, seed=seed) for seed in range(2)]
     texts = prompts(2, seed=35)
     expected = tokens(generate(v2_plain, texts, kinds))
 

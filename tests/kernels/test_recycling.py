@@ -213,7 +213,8 @@ def played(devices: list[Device], steps: int, vocab: int, level: int | None = No
         pytest.param(8, 15, 4, False, marks=pytest.mark.slow),
         (2, 7, 8, False),
         pytest.param(4, 40, 2, False, marks=pytest.mark.slow),
-        (8, 15, 4, True),
+        (4, 8, 4, True),
+        pytest.param(8, 15, 4, True, marks=pytest.mark.slow),
     ],
 )
 def test_the_forms_are_one(width: int, nodes: int, longest: int, static: bool, form: Backend) -> None:

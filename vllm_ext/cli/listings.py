@@ -34,6 +34,7 @@ class Entry:
 
 def methods(name: Name = None, as_json: AsJson = False) -> None:
     """List the methods for --speculative-config; with NAME, the options of one."""
+    from vllm_ext.config.request_options import RequestOptions
     from vllm_ext.proposers.base import MethodOptions
     from vllm_ext.proposers.registry import METHODS, load_method
 
@@ -41,7 +42,9 @@ def methods(name: Name = None, as_json: AsJson = False) -> None:
 
     def entry(each: str) -> Entry:
         found = load_method(each)
-        return Entry(each, found.summary, found.paper, _own_and_common(found.Options, common, "methods"))
+        options = _own_and_common(found.Options, common, "methods")
+        options["parameters of requests (vllm_xargs), of all methods"] = _rows(RequestOptions)
+        return Entry(each, found.summary, found.paper, options)
 
     def serve(each: str, options: dict[str, Any]) -> str:
         return f"--speculative-config '{json.dumps({'method': each, **options})}'"

@@ -78,6 +78,8 @@ class Asked:
     """What else a request asks for; a rule may have to refuse it."""
 
     structured: bool = False  # structured_outputs, response_format
+    grammar: tuple[Kind, str] | None = None  # of these, where xgrammar has it; its kind and source
+    max_tokens: int | None = None
     ignores_end: bool = False  # ignore_eos
     min_tokens: int = 0
     lists_tokens: bool = False  # allowed_token_ids, bad_words

@@ -144,6 +144,24 @@ class Behind:
         bits = np.unpackbits(words.numpy().view(np.uint8), bitorder="little")[: self._vocabulary.size]
         return np.flatnonzero(bits).astype(np.int32)
 
+    def ends(self) -> bool:
+        """Whether an answer is whole here."""
+        whole: bool = self._matcher.is_terminated() or self._matcher.is_completed()
+        return whole
+
+    def read(self, text: bytes) -> bool:
+        """Take some text, whatever tokens it may come in; False, and nothing changes, where it may not come."""
+        return bool(self._matcher.accept_string(text))
+
+    def demanded(self) -> bytes:
+        """The text that comes next whatever comes behind it."""
+        try:
+            text: str = self._matcher.find_jump_forward_string()
+        except UnicodeDecodeError as error:
+            # It tells bytes: those that all alternatives begin with may end inside a character.
+            return error.object[: error.start]
+        return text.encode()
+
     def forced(self, most: int) -> list[int]:
         """See `Constraint`."""
         tokens: list[int] = []
@@ -275,10 +293,14 @@ class Grammars:
 
     def of_row(self, row: Row, rule: str, patience: float | None) -> Grammar | None:
         """A row's, which its request keeps; see `get`."""
+        given = grammar_of(row.params, rule)
+        assert given is not None
+        return self.of_source(row, *given, patience)
+
+    def of_source(self, row: Row, kind: Kind, source: str, patience: float | None) -> Grammar | None:
+        """The one that a row's request has by another parameter, likewise."""
         if PINNED not in row.kept:
-            given = grammar_of(row.params, rule)
-            assert given is not None
-            found = self.get(*given, row.end, patience)
+            found = self.get(kind, source, row.end, patience)
             if found is None:
                 return None
             row.kept[PINNED] = found

@@ -94,7 +94,7 @@ class MonitorRule(Rule):
 
     closed = True
     waits = True
-    summary = "identifiers behind a dot exist, by static analysis of the code"
+    summary = "identifiers behind a dot exist, by static analysis"
     paper = "arXiv 2306.10763"
     Options = MonitorOptions
     Params = MonitorParams

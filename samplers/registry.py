@@ -25,6 +25,8 @@ RULES: dict[str, str] = {
     "momentum": "vllm_ext.samplers.momentum:MomentumRule",
     "adadec": "vllm_ext.samplers.adadec:AdadecRule",
     "anchored": "vllm_ext.samplers.anchored:AnchoredRule",
+    # Of what is left then, what can still end.
+    "close_by_max_tokens": "vllm_ext.samplers.close_by_max_tokens:CloseByMaxTokens",
     # Those that sample from the model's own law come last.
     "asap": "vllm_ext.samplers.asap_rule:AsapRule",
     "awrs": "vllm_ext.samplers.awrs_rule:AwrsRule",

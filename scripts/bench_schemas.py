@@ -3,12 +3,13 @@
 
     .venv/bin/python scripts/bench_schemas.py SCHEMAS.jsonl --json schemas.json [--each 4] [--max-tokens 256] \
         [--methods '["plain", {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4}, "hybrid"]'] \
-        [--strict]
+        [--strict] [--close]
 
 A line of the file is one of JSONSchemaBench's: ``category``, ``schema`` and ``tests``. Each method has an engine of its
 own, one after the other; answers are greedy, and the first method's are what the others are compared with. Tokens per
 step depend on no clock: budgets are fixed. There is one grammar backend: what that refuses is counted, and with
---strict what is refused because it would be enforced only in part, by category and by what of a schema it is.
+--strict what is refused because it would be enforced only in part, by category and by what of a schema it is. With
+--close rule close_by_max_tokens is there, and what it refuses because no ending fits is counted as refused.
 """
 
 from __future__ import annotations
@@ -40,6 +41,12 @@ class Answer:
     is_strict: bool = False  # it was refused for what it would not enforce
 
 
+def _ours(arguments: Any) -> dict[str, Any]:
+    """Of the engine's ``additional_config``."""
+    strict = {"structured_outputs": {"strict": True}} if arguments.strict else {}
+    return strict | ({"rules": {"close_by_max_tokens": {"always": True}}} if arguments.close else {})
+
+
 def method_of(given: str | dict[str, Any]) -> dict[str, Any] | None:
     """A speculative config; of ours with a fixed budget."""
     if given == "plain":
@@ -66,7 +73,7 @@ def answers_of(
         max_num_seqs=arguments.batch_size,
         disable_log_stats=False,
         structured_outputs_config={"backend": arguments.backend},
-        additional_config={"vllm_ext": {"structured_outputs": {"strict": True}}} if arguments.strict else {},
+        additional_config={"vllm_ext": ours} if (ours := _ours(arguments)) else {},
         kv_cache_memory_bytes=1 << 29,
     )
     tokenizer, engine = llm.get_tokenizer(), llm.llm_engine
@@ -139,6 +146,7 @@ def summary(
             assert problem is not None
             keywords[problem.keyword] += 1
         count["finished"] += answer.finished
+        count["whole"] += is_valid(answer.text, entry["schema"])
         if answer.finished and not is_valid(answer.text, entry["schema"]):
             count["invalid"] += 1
             invalid.append(entry["name"])
@@ -175,6 +183,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--backend", default="xgrammar")
     parser.add_argument("--strict", action="store_true", help="refuse schemas that are enforced only in part")
+    parser.add_argument("--close", action="store_true", help="bring answers to an end within --max-tokens")
     arguments = parser.parse_args()
     model = str(embedded_model.ensure_model())
     taken: Counter[str] = Counter()
@@ -187,9 +196,10 @@ def main() -> None:
     found: list[dict[str, Any]] = []
     expected: list[Answer] = []
     print(
-        "| method | tokens/step | tokens | other answers | refused | by strict | finished | of them invalid |"
+        "| method | tokens/step | tokens | other answers | refused | by strict | finished "
+        "| of them invalid | whole and valid |"
     )
-    print("| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |", flush=True)
+    print("| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |", flush=True)
     for given in arguments.methods:
         answers, counts = answers_of(model, method_of(given), entries, arguments)
         expected = expected or answers
@@ -201,7 +211,7 @@ def main() -> None:
         print(
             f"| {given if isinstance(given, str) else given['method']} | {figures['tokens_per_step']:.3f} "
             f"| {figures['tokens']} | {len(figures['different'])} | {sums['refused']} | {sums['refused by strict']} "
-            f"| {sums['finished']} | {len(figures['invalid'])} |",
+            f"| {sums['finished']} | {len(figures['invalid'])} | {sums['whole']} |",
             flush=True,
         )
         arguments.json.write_text(

@@ -161,7 +161,10 @@ def test_where_heads_draft(slice_dir: str, with_triton: None, tmp_path: Path) ->
     ):
         assert chosen(*others, eagle).runner == "V1"
     wider = {"method": "token_recycling", "matrix_width": 4}
-    assert "heads go with suffix_tree and token_recycling" in chosen(wider, "suffix_tree", eagle).reason
+    assert (
+        "heads and draft models go with suffix_tree and token_recycling"
+        in chosen(wider, "suffix_tree", eagle).reason
+    )
 
 
 def test_draft_models_have_their_slots_on_v2(model_dir: str, with_triton: None) -> None:

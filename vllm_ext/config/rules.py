@@ -19,12 +19,13 @@ from pydantic import ValidationError
 
 from vllm_ext.config import speculative
 from vllm_ext.config.allowed import MOST_OTHERS, hint, nearest
+from vllm_ext.config.asked import asked_of
 from vllm_ext.data.model_files import ModelVocabulary
-from vllm_ext.samplers.base import Asked, Kind, LearningRule, Rule, RuleOptions, RuleParams
+from vllm_ext.samplers.base import Kind, LearningRule, Rule, RuleOptions, RuleParams
 from vllm_ext.samplers.messages import quoted
 from vllm_ext.samplers.prompt_parts import PairedPrompt, Prompt
 from vllm_ext.samplers.registry import RULES, load_rule, unknown_rule
-from vllm_ext.samplers.steering import CompanionOptions, LookaheadRule, SteeringOptions, SteeringRule
+from vllm_ext.samplers.steering import CompanionOptions, LookaheadRule, SteeringRule
 
 logger = logging.getLogger("vllm.vllm_ext")
 
@@ -209,9 +210,7 @@ class RuleSettings:
     @functools.cached_property
     def _always(self) -> list[str]:
         """Rules of requests that do not turn them off."""
-        return [
-            name for name, each in self.options.items() if isinstance(each, SteeringOptions) and each.always
-        ]
+        return [name for name, each in self.options.items() if getattr(each, "always", False)]
 
     def validate(self, params: Any) -> None:
         """Refuse a request; see `of_request`.
@@ -267,26 +266,6 @@ class RuleSettings:
                     f"vllm_xargs: {key} has {length} characters; allowed: {most}, which is {field} of rule "
                     f"{_keys()[key]!r}. Give less text, or raise that option of the server."
                 )
-
-
-def asked_of(params: Any) -> Asked:
-    """What vLLM's SamplingParams say besides ``vllm_xargs``."""
-    return Asked(
-        structured=params.structured_outputs is not None,
-        ignores_end=bool(params.ignore_eos),
-        min_tokens=params.min_tokens,
-        lists_tokens=bool(params.allowed_token_ids or params.bad_words),
-        temperature=params.temperature,
-        seed=params.seed,
-        truncates=params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0,
-        penalizes=bool(
-            params.repetition_penalty != 1.0
-            or params.presence_penalty
-            or params.frequency_penalty
-            or params.logit_bias
-        ),
-        num_answers=params.n,
-    )
 
 
 @contextmanager

@@ -82,6 +82,31 @@ def check_vllm_config(vllm_config: Any) -> str | None:
     return None
 
 
+def check_closing(vllm_config: Any) -> None:
+    """Refuse what rule close_by_max_tokens does not know the endings of.
+
+    Raises:
+        ValueError: naming the option and the way out.
+    """
+    structured = vllm_config.structured_outputs_config
+    what = f"{speculative.FIELD}[\"rules\"]: rule 'close_by_max_tokens'"
+    if structured.backend not in ("auto", "xgrammar"):
+        raise ValueError(
+            f"{what} does not work with structured_outputs_config.backend={structured.backend!r}: it knows xgrammar's "
+            "grammars alone. Take xgrammar or auto, or leave the rule out."
+        )
+    if structured.disable_any_whitespace:
+        raise ValueError(
+            f"{what} does not work with structured_outputs_config.disable_any_whitespace: its endings have no spaces. "
+            "Leave one of them out."
+        )
+    if structured.reasoning_parser:
+        raise ValueError(
+            f"{what} does not work with structured_outputs_config.reasoning_parser={structured.reasoning_parser!r}: "
+            "where an answer begins, behind the thoughts, is not known to it. Leave one of them out."
+        )
+
+
 def check_request(vllm_config: Any, request: Any) -> None:
     """Refuse a request that a strict server should not answer.
 

@@ -10,7 +10,7 @@ from typing import Any
 from vllm.logger import init_logger
 
 from vllm_ext import __version__, patches
-from vllm_ext.config import refusals, rules, speculative
+from vllm_ext.config import refusals, rules, speculative, structured_outputs
 from vllm_ext.config.rules import RuleSettings
 from vllm_ext.data import steering_artifacts
 from vllm_ext.engine import paired_requests
@@ -83,6 +83,8 @@ class Rules(Feature):
             return
         refusals.check_rules_config(vllm_config, ruled, asked.on_v2)
         ruled.check(*vocabulary(vllm_config), vllm_config.model_config.get_total_num_hidden_layers())
+        if "close_by_max_tokens" in ruled.options:
+            structured_outputs.check_closing(vllm_config)
         for name, options in ruled.options.items():
             if (file := getattr(options, "file", None)) is not None:
                 with rules.named(name):

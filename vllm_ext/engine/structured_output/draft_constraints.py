@@ -9,7 +9,8 @@ from typing import Any
 from vllm.logger import init_logger
 
 from vllm_ext.config import rules
-from vllm_ext.config.rules import Asking, RuleSettings, asked_of
+from vllm_ext.config.asked import asked_of
+from vllm_ext.config.rules import Asking, RuleSettings
 from vllm_ext.data.model_files import ModelVocabulary
 from vllm_ext.engine.structured_output.grammar import Grammar, Grammars, Masks, in_worker
 from vllm_ext.engine.tree_layout import StepTrees

@@ -19,6 +19,7 @@ from vllm.v1.sample.logits_processor import LogitsProcessor
 from vllm.v1.sample.logits_processor.builtin import process_dict_updates
 
 from vllm_ext.config import rules
+from vllm_ext.config.asked import asked_of
 from vllm_ext.config.rules import RuleSettings
 from vllm_ext.data.model_files import ModelVocabulary
 from vllm_ext.engine import rule_faults, rule_requests
@@ -88,7 +89,7 @@ class RuleProcessor(LogitsProcessor):  # type: ignore[misc]  # vLLM is untyped t
         asking = self.settings.of_request(params)
         if not asking:
             return None
-        asked, end = rules.asked_of(params), params.eos_token_id
+        asked, end = asked_of(params), params.eos_token_id
         kept = {} if self.aux_logits is None else self.aux_logits.kept(output)
         faults: dict[int, str] = {}
         return {

@@ -16,6 +16,7 @@ import torch
 from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor
 
 from vllm_ext.config import rules
+from vllm_ext.config.asked import asked_of
 from vllm_ext.config.rules import Asking, RuleSettings
 from vllm_ext.data.model_files import ModelVocabulary
 from vllm_ext.engine import rule_faults, rule_requests
@@ -64,7 +65,7 @@ class RuleProcessor(LogitsProcessor):  # type: ignore[misc]  # vLLM is untyped t
         asking = self.settings.of_request(sampling_params)
         if not asking:
             return False
-        asked, end = rules.asked_of(sampling_params), sampling_params.eos_token_id
+        asked, end = asked_of(sampling_params), sampling_params.eos_token_id
         self._requests[req_idx] = _Request(asking, asked, end, {name: {} for name, _ in asking}, {})
         return True
 

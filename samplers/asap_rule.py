@@ -77,7 +77,7 @@ class AsapRule(LearningRule):
 
     alone = True
     waits = True
-    summary = "answers under a grammar, in proportion to the model's own odds"
+    summary = "answers under a grammar, by the model's own odds"
     paper = "arXiv 2405.21047"
     Options = AsapOptions
     Params = AsapParams

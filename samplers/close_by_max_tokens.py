@@ -54,7 +54,7 @@ class CloseParams(RuleParams):
 class CloseByMaxTokens(Rule):
     """Tries tokens near the limit."""
 
-    waits = True
+    waits = waits_long = True
     summary = "structured output is whole when max_tokens are used up"
     paper = "none"
     Options = CloseOptions

@@ -72,7 +72,7 @@ class LolRule(SteeringRule):
     """Contrasts of two layers with a companion's."""
 
     name = "lol"
-    summary = "contrasts with a weaker model at the last and at a lower layer"
+    summary = "contrasts with a weaker model at two layers"
     paper = "arXiv 2408.08769"
     Options = LolOptions
     Params = LolParams

@@ -47,7 +47,7 @@ class MomentumRule(SteeringRule):
     """Greedy, with resistance."""
 
     name = "momentum"
-    summary = "greedy decoding that meets resistance where it repeats itself"
+    summary = "greedy decoding that meets resistance where it repeats"
     paper = "arXiv 2212.02175"
     Options = MomentumOptions
     Params = MomentumParams

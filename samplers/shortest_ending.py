@@ -28,7 +28,7 @@ MANY = 12  # characters that may come: a class, of which one stands for the othe
 LONGEST = 32  # bytes of a token that is of use: few are longer
 STEPS = 300  # texts that are looked at
 # The first ones come first.
-CHARACTERS = [*'"}],:0-1', *"aetfn", *string.ascii_lowercase, *string.ascii_uppercase, *string.digits]
+CHARACTERS = [*'"}],:0-1', *"atfne", *string.ascii_lowercase, *string.ascii_uppercase, *string.digits]
 CHARACTERS = list(dict.fromkeys([*CHARACTERS, *string.punctuation, " ", "\n", "\t"]))
 
 
@@ -119,8 +119,11 @@ class Endings:
             found = self._of_json(reached, found)
         elif place is not None and '"' in found:
             found = ['"']
-        elif len(found) > MANY:
-            found = ["a"] if "a" in found else found[:1]
+        else:
+            words = [each for each in found if each.isalnum()]
+            signs = [each for each in found if not each.isalnum()]
+            words.sort(key=str.isdigit)  # a letter stands for all, if there is one
+            found = [each for kind in (words, signs) for each in (kind if len(kind) <= MANY else kind[:1])]
         return [each.encode() for each in found]
 
     def _of_json(self, reached: Behind, found: list[str]) -> list[str]:

@@ -53,7 +53,7 @@ class SvdecodeRule(SteeringRule):
     """A constant direction."""
 
     name = "svdecode"
-    summary = "moves logits along a direction that tuning on a task has shown"
+    summary = "moves logits along a direction learnt from tuning"
     paper = "arXiv 2509.15888"
     Options = SvdecodeOptions
     Params = SvdecodeParams

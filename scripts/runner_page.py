@@ -102,7 +102,7 @@ def page() -> Iterator[str]:
     ruled = [name for name in RULES if not needs_v1(name)]
     others = ", ".join(f"`{name}`" for name in RULES if needs_v1(name))
     yield f"| rules {', '.join(f'`{name}`' for name in ruled)} | `test_sampling_rules.py` | `test_v2_rules.py` |"
-    why = "no: they report, learn, look ahead or steer"
+    why = "no: they report, learn, look ahead, steer, or wait for a grammar"
     yield f"| rules {others} | `test_sampling_rules.py`, `test_steering.py` | {why} |"
     codecs = ", ".join(f"`{name}`" for name in CODECS)
     why = "no: they have CPU kernels alone"

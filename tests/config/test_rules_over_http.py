@@ -158,6 +158,9 @@ def examples() -> Iterator[tuple[str, dict[str, Any], dict[str, Any]]]:
                 names = {each.id: "some text" for each in ast.walk(call) if isinstance(each, ast.Name)}
                 body = eval(compile(ast.Expression(given["extra_body"]), str(file), "eval"), names)
                 others = {key: each.value for key, each in given.items() if isinstance(each, ast.Constant)}
+                if form := given.get("response_format"):
+                    schema = {"schema": {"type": "object"}}
+                    others["response_format"] = eval(compile(ast.Expression(form), str(file), "eval"), schema)
                 yield file.name, body["vllm_xargs"], others
 
 

@@ -411,6 +411,40 @@ def test_code_that_repeats_itself_repeats_less(plain: Any, trees: Any) -> None:
     assert len(actual[1].token_ids) > len(actual[0].token_ids)
 
 
+def test_structured_output_is_whole_when_its_tokens_are_used_up(plain: Any, trees: Any) -> None:
+    """Greedy, seeded, with penalties; as few tokens as the shortest answer has, and more."""
+    word = {"type": "string", "minLength": 3}
+    names = ("name", "home", "ship")
+    record = {"type": "object", "properties": dict.fromkeys(names, word), "required": list(names)}
+    samplings: list[dict[str, Any]] = [
+        GREEDY,
+        SEEDED,
+        {**GREEDY, "repetition_penalty": 1.3},
+        {**SEEDED, "top_p": 0.9},
+    ]
+    given = [
+        params(each, **on)
+        for each in samplings
+        for on in ({"close_by_max_tokens": True}, {})
+        for _ in range(2)
+    ]
+    for number, asked in enumerate(given):
+        asked.structured_outputs = StructuredOutputsParams(json=record)
+        asked.max_tokens = 28 + 7 * (number % 2)  # of the slice's tokens
+    texts = [output.text for output in check_same(plain, trees, given)]
+    closed = [text for text, asked in zip(texts, given, strict=True) if asked.extra_args]
+    assert all(json.loads(text).keys() >= set(names) for text in closed)
+    cut = [text for text, asked in zip(texts, given, strict=True) if not asked.extra_args]
+    assert not all(text.endswith("}") for text in cut)
+    # What cannot fit is an error, and nobody else's.
+    given[0].max_tokens = 4
+    for llm in (plain, trees):
+        too_few, *others = ask(llm, given)
+        assert too_few.finish_reason == "error"
+        assert "no ending of this grammar fits in max_tokens=4" in too_few.stop_reason
+        assert [output.text for output in others] == texts[1:]
+
+
 def test_the_best_span_of_all(plain: Any, trees: Any) -> None:
     """As likely as greedy decoding's at least, and what prompt_logprobs say of it is the same."""
     from vllm_ext.extraction import extract
@@ -454,6 +488,9 @@ UNDER: dict[str, SamplingParams] = {
     )
     for name in NAMES
 }
+
+
+UNDER["close_by_max_tokens"].structured_outputs = StructuredOutputsParams(json=SCHEMA)
 
 
 def test_every_rule_in_one_batch(plain: Any, trees: Any) -> None:

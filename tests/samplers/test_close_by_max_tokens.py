@@ -57,6 +57,7 @@ GRAMMARS: dict[str, tuple[Any, str, Any, int]] = {
         7,
     ),
     "regex": ("regex", "(abc)+-[0-9]{3}", re.compile("(abc)+-[0-9]{3}").fullmatch, 5),
+    "words": ("regex", "[a-z]{4,}( [a-z]{2,})+", re.compile("[a-z]{4,}( [a-z]{2,})+").fullmatch, 7),
     "choice": ("regex", "name of it|true", re.compile("name of it|true").fullmatch, 1),
     "grammar": (
         "grammar",

@@ -43,9 +43,9 @@ class Asking(NamedTuple):
 
 
 def needs_v1(name: str) -> bool:
-    """Whether a rule does more than read tokens and change logits."""
+    """Whether a rule does more than read tokens and change logits, or has rows wait for long."""
     rule = load_rule(name)
-    return rule.reports is not None or issubclass(rule, (LearningRule, SteeringRule))
+    return rule.reports is not None or rule.waits_long or issubclass(rule, (LearningRule, SteeringRule))
 
 
 @dataclass(frozen=True)

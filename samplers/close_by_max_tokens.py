@@ -7,7 +7,7 @@ end in the tokens that are left: each is tried, the likeliest first, by looking 
 (`shortest_ending`). Where none of those tried can, the shortest ending itself comes.
 
 Far from the limit nothing is tried: a token makes an answer's shortest ending longer by what it opens, and that is not
-longer than what the grammar's own text says.
+longer than the grammar's own text, unless that counts.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from vllm_ext.samplers.kept import Kept, digest
 from vllm_ext.samplers.shortest_ending import Endings
 
 NEAR = 8  # tokens beyond an ending and what one token may add to it
-FAR = 256  # tokens before the limit where nothing is tried in any case
+FAR = 256  # tokens before the limit behind which something may be tried
 KEPT_BYTES = 4 << 20  # of endings
 
 
@@ -127,7 +127,9 @@ class CloseByMaxTokens(Rule):
                 f"no ending of this grammar fits in max_tokens={row.asked.max_tokens}: {what}; allow more tokens, or "
                 "leave close_by_max_tokens out"
             )
-        if left > min(len(ending) + NEAR + len(row.asked.grammar[1]), FAR):
+        source = row.asked.grammar[1]
+        opened = FAR if any(map(str.isdigit, source)) else NEAR + len(source)
+        if left > min(len(ending) + opened, FAR):
             return
         values, ids = logits.topk(min(self._tried, logits.shape[-1]))
         passes: list[int] = []

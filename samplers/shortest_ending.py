@@ -42,20 +42,17 @@ class Endings:
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
 
-    def shortest(
-        self, behind: Behind, place: Place | None = None, most: int | None = None
-    ) -> list[int] | None:
+    def shortest(self, behind: Behind, place: Place | None = None) -> list[int] | None:
         """The tokens of the shortest ending that is found; without the end token, so that a whole answer has none.
 
         Args:
             behind: a grammar behind what there is of an answer; left as it is.
             place: of an answer in JSON, where it is; None: it is something else.
-            most: tokens of an ending that is of use; None: of any.
 
         Returns:
             None where none is found.
         """
-        text = self._text(behind, place, None if most is None else most * LONGEST)
+        text = self._text(behind, place)
         return None if text is None else self.spelled(text)
 
     def spelled(self, text: bytes) -> list[int] | None:
@@ -78,7 +75,7 @@ class Endings:
             tokens.append(token)
         return tokens[::-1]
 
-    def _text(self, behind: Behind, place: Place | None, most: int | None) -> bytes | None:
+    def _text(self, behind: Behind, place: Place | None) -> bytes | None:
         """The shortest text behind which an answer is whole, in UTF-8."""
         number = itertools.count()
         waiting: list[tuple[int, int, bytes, Place | None, Behind]] = [
@@ -100,7 +97,7 @@ class Endings:
                 seen.add(key)
             for more in choices:
                 after = reached.fork()
-                if after.read(more) and (most is None or length + len(more) <= most):
+                if after.read(more):
                     new = None if there is None else there.behind(more)
                     heapq.heappush(waiting, (length + len(more), next(number), text + more, new, after))
         return None

@@ -58,6 +58,7 @@ GRAMMARS: dict[str, tuple[Any, str, Any, int]] = {
     ),
     "regex": ("regex", "(abc)+-[0-9]{3}", re.compile("(abc)+-[0-9]{3}").fullmatch, 5),
     "words": ("regex", "[a-z]{4,}( [a-z]{2,})+", re.compile("[a-z]{4,}( [a-z]{2,})+").fullmatch, 7),
+    "a long way": ("regex", "name|[b-d]{40}", re.compile("name|[b-d]{40}").fullmatch, 1),
     "choice": ("regex", "name of it|true", re.compile("name of it|true").fullmatch, 1),
     "grammar": (
         "grammar",
@@ -147,11 +148,14 @@ def test_what_does_not_fit_is_refused(name: str) -> None:
     rule().apply(logits, [row([], kind, source, shortest)])
 
 
-def test_far_from_the_limit_nothing_is_tried() -> None:
-    kind, source, _, _ = GRAMMARS["regex"]
+@pytest.mark.parametrize(("name", "begun", "left"), [("grammar", "[", 60), ("regex", "abc", 257)])
+def test_far_from_the_limit_nothing_is_tried(name: str, begun: str, left: int) -> None:
+    """Where a grammar counts, one token may open more than its text is long."""
+    kind, source, _, _ = GRAMMARS[name]
+    output = TOY.encode(begun)
     logits = torch.randn(1, TOY.size)
     before = logits.clone()
-    rule().apply(logits, [row(TOY.encode("abc"), kind, source, 100)])
+    rule().apply(logits, [row(output, kind, source, len(output) + left)])
     assert torch.equal(logits, before)
 
 

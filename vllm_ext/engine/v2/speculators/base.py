@@ -260,7 +260,7 @@ class TreeSpeculator(BaseSpeculator):  # type: ignore[misc]  # vLLM is untyped t
         for name, slot, (text, drafted, parents) in zip(names, slots, arrived, strict=True):
             tree = known_trees.tree_of_rows(drafted, parents, level)
             most_depth = SLOW_DEPTH if self.path_dependent[slot] else self.num_nodes
-            nodes = min(level, int(self.most_nodes[slot]))
+            nodes = min(level, self.most_nodes[slot])
             trees.append(
                 known.draft(name, text, tree, nodes, min(most_depth, self.max_depth), self._only_chain[slot])
             )

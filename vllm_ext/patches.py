@@ -108,8 +108,8 @@ def let_engines_end(seconds: float) -> None:
 
 
 def read_requests() -> None:
-    """Let requests to our methods use ``min_p`` and ``logit_bias`` and say what is drafted for them, rules with pairs
-    see a request's prompt, strict servers its schema, and engines on V2 its lists. Idempotent.
+    """Let requests to our methods use ``min_p`` and ``logit_bias`` and limit their drafts, rules with pairs see a
+    request's prompt, strict servers its schema, and engines on V2 its lists. Idempotent.
 
     That is where they can refuse it with an HTTP 400. vLLM asks logits processors about a request's parameters alone,
     takes none of V1 next to its own speculation nor on its V2 runner, and knows no other place before the engine.

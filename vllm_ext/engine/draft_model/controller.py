@@ -37,9 +37,7 @@ from vllm_ext.proposers.tree import DraftTree, Int32
 from vllm_ext.proposers.unified_skip import UnifiedSkip, balanced
 
 REST = 7  # steps in which the budget is not asked again after it has said that nothing pays
-TOKENS_A_STEP = (
-    2.0  # that are believed to be put out, where what a draft has to read is spread over an answer
-)
+TOKENS_A_STEP = 2.0  # of a hybrid, believed: what a draft has to read is spread over an answer's steps
 PASS_RATE = 0.1  # of learning what a pass takes
 CALIBRATION_SECONDS = 8.0  # of all passes of early exits together
 # Times passes of several sizes for a cost: the cost, the pass, what it is called, and for how many seconds.

@@ -97,9 +97,8 @@ class TreeSpeculator(BaseSpeculator):  # type: ignore[misc]  # vLLM is untyped t
         self.path_dependent = np.zeros(self.max_num_reqs, dtype=bool)
         self.structured = np.zeros(self.max_num_reqs, dtype=bool)
         self._only_chain = np.zeros(self.max_num_reqs, dtype=bool)
-        self.most_nodes = np.full(
-            self.max_num_reqs, self.num_nodes
-        )  # of a slot's tree; 0: it is switched off
+        # By slot, of its tree; 0: the request is switched off.
+        self.most_nodes = np.full(self.max_num_reqs, self.num_nodes)
         self._teaches = UvaBackedTensor(self.max_num_reqs, dtype=torch.int32)
         # Why this model's drafts are chains; None where it can verify trees. Set once the caches are bound.
         self.chain_reason: str | None = None

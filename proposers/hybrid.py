@@ -34,6 +34,8 @@ from vllm_ext.proposers.eagle import EagleOptions
 from vllm_ext.proposers.joint_tree import PassGain, unsaid
 from vllm_ext.proposers.medusa import MedusaOptions
 from vllm_ext.proposers.tree import DraftTree, Float32
+from vllm_ext.proposers.vllm_chain import NAME as VLLM
+from vllm_ext.proposers.vllm_chain import VllmChain, VllmChainOptions
 
 BOUNDS: Float32 = np.array(
     [0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.96], np.float32
@@ -60,9 +62,13 @@ class HybridOptions(MethodOptions):
     def _known(cls, drafters: list[dict[str, Any] | str]) -> list[dict[str, Any] | str]:
         names = [drafter if isinstance(drafter, str) else drafter.get("method") for drafter in drafters]
         asking = []
-        for name, drafter in zip(names, drafters, strict=True):
-            if isinstance(make_options(drafter)[1], DraftOptions):
-                asking.append(str(name))
+        for place, drafter in enumerate(drafters):
+            options = make_options(drafter)[1]
+            if isinstance(options, VllmChainOptions):
+                names[place] = f"{VLLM}: {options.speculative_config['method']}"
+            if isinstance(options, DraftOptions) or (isinstance(options, VllmChainOptions) and options.asks):
+                asking.append(str(names[place]))
+        for name in names:
             if names.count(name) > 1:
                 raise ValueError(
                     f"{name!r} is there more than once, which proposes nothing new; name each method once"
@@ -82,12 +88,13 @@ def make_options(drafter: dict[str, Any] | str) -> tuple[type[Proposer], MethodO
     name = options.pop("method", None)
     if name == "hybrid":
         raise ValueError("drafters: 'hybrid' cannot be one of its own drafters; name the methods themselves")
-    if not isinstance(name, str) or name not in registry.METHODS:
-        raise ValueError(registry.unknown_method(name, [m for m in registry.METHODS if m != "hybrid"]))
+    if not isinstance(name, str) or name not in (*registry.METHODS, VLLM):
+        allowed = [m for m in registry.METHODS if m != "hybrid"]
+        raise ValueError(registry.unknown_method(name, [*allowed, VLLM]))
     for field in MethodOptions.model_fields:
         if field in options:
             raise ValueError(f"drafters: {field} is an option of the whole; move it out of {name}'s")
-    proposer = registry.load_method(name)
+    proposer = VllmChain if name == VLLM else registry.load_method(name)
     if issubclass(proposer, DraftModelProposer) and not proposer.fuses:
         instead = (
             "'dyspec' drafts with the same model, and can be: a hybrid's trees are never drawn"
@@ -123,13 +130,26 @@ def draft_of(options: MethodOptions) -> DraftOptions | None:
     return None
 
 
+def chains_of(options: MethodOptions) -> list[VllmChainOptions]:
+    """Of the proposers of vLLM's that are among a method's drafters."""
+    if not isinstance(options, HybridOptions):
+        return []
+    return [own for _, own in map(make_options, options.drafters) if isinstance(own, VllmChainOptions)]
+
+
 def reads_nodes(options: MethodOptions) -> bool:
     """Whether a method, or a drafter of it, has passes over nodes that lie in the KV cache before they are verified."""
+    if any(chain.asks for chain in chains_of(options)):
+        return True
     return isinstance(options, PassOptions) or isinstance(draft_of(options), PassOptions)
 
 
 def _in_rounds(drafter: Proposer) -> TypeGuard[DynamicTreeProposer]:
     return isinstance(drafter, DynamicTreeProposer) and drafter.in_rounds
+
+
+def _asks_vllm(drafter: Proposer) -> TypeGuard[VllmChain]:
+    return isinstance(drafter, VllmChain) and drafter.options.asks
 
 
 def options_of(proposer: type[Proposer]) -> list[str]:
@@ -209,11 +229,15 @@ class Hybrid(Proposer):
     def propose(self, requests: Sequence[Request]) -> list[DraftTree]:
         """The most probable nodes of all drafters' trees together."""
         none = [DraftTree.empty() for _ in requests]
-        proposals = [none if _in_rounds(each) else each.propose(requests) for each in self.drafters]
-        # Its passes come last: it goes on below what the others say.
+        proposals = [
+            none if _in_rounds(each) or _asks_vllm(each) else each.propose(requests) for each in self.drafters
+        ]
+        # Passes come last: what the others say tells whether they pay, and a draft of ours goes on below it.
         for place, drafter in enumerate(self.drafters):
             if _in_rounds(drafter):
-                proposals[place] = self._beside(drafter, requests, list(zip(*proposals, strict=True)))
+                proposals[place] = self._beside(drafter, requests, self._others(requests, proposals))
+            elif _asks_vllm(drafter):
+                proposals[place] = self._vllms(drafter, requests, self._others(requests, proposals))
         fused = []
         for request, trees in zip(requests, zip(*proposals, strict=True), strict=True):
             tree = self._fuse(request, trees)
@@ -221,17 +245,21 @@ class Hybrid(Proposer):
             fused.append(DraftTree(*tree[:3]))
         return fused
 
+    def _others(
+        self, requests: Sequence[Request], proposals: Sequence[Sequence[DraftTree]]
+    ) -> dict[str, DraftTree]:
+        return {
+            request.request_id: DraftTree(*self._fuse(request, trees)[:3])
+            for request, trees in zip(requests, zip(*proposals, strict=True), strict=True)
+        }
+
     def _beside(
         self,
         drafter: DynamicTreeProposer,
         requests: Sequence[Request],
-        proposals: Sequence[Sequence[DraftTree]],
+        others: Mapping[str, DraftTree],
     ) -> list[DraftTree]:
         """A draft's trees, beside what the others say; none where they are so sure that it does not pay to ask."""
-        others = {
-            request.request_id: DraftTree(*self._fuse(request, trees)[:3])
-            for request, trees in zip(requests, proposals, strict=True)
-        }
         given = {name: self.gain.given_to(name) for name in others}
         asked = {
             request.request_id
@@ -255,6 +283,33 @@ class Hybrid(Proposer):
                 *(tokens / given[name] for tokens in drafter.reached.get(name, ())),
             ]
             self.gain.drafted(name, others[name], reach)
+        return trees
+
+    def _vllms(
+        self, drafter: VllmChain, requests: Sequence[Request], others: Mapping[str, DraftTree]
+    ) -> list[DraftTree]:
+        """Chains of a model that vLLM asks, as long as passes pay; none where not even the first does."""
+        reach = {}  # by request, and pass: that the text comes so far, and not as the others say
+        for request in requests:
+            name = request.request_id
+            if request.has_room and name not in drafter.blind:
+                chances = [1.0, *drafter.chances(name, drafter.most)[:-1]]
+                reach[name] = [unsaid(others[name]) * chance for chance in chances]
+        worth = [
+            sum(self.gain.given_to(name) * each[depth] for name, each in reach.items())
+            for depth in range(drafter.most)
+        ]
+        length = drafter.most
+        if drafter.varies:
+            length = next((n for n in range(1, length) if worth[n] < drafter.least_each), length)
+        least = drafter.least_first + (length - 1) * drafter.least_each
+        if not reach or sum(worth[:length]) < least:
+            return [DraftTree.empty() for _ in requests]
+        trees = drafter.chains(requests, length)
+        for request, tree in zip(requests, trees, strict=True):
+            name = request.request_id
+            if len(tree):
+                self.gain.drafted(name, others[name], reach[name][: len(tree)])
         return trees
 
     def _fuse(self, request: Request, trees: Sequence[DraftTree]) -> GrownTree:

@@ -51,6 +51,7 @@ OPTIONS = (
         "yes, without our scheduler's parts; draft models and early exits refuse it",
         "test_v2_processors",
     ),
+    ("vLLM's own proposers in `hybrid`", "test_vllm_drafter", "no: they are the V1 runner's"),
     ("logits processors of V1's interface", "test_sampling_rules", "test_v2_processors"),
     ("logits processors of V2's interface", "no: vLLM's V1 runner has none", "test_v2_request_states"),
     ("recurrent layers (Mamba-2, gated delta nets)", "test_zoo", "test_v2_recurrent"),

@@ -384,3 +384,32 @@ def test_the_doctor_says_which(with_triton: None, monkeypatch: pytest.MonkeyPatc
     assert (check.status, check.what) == ("ok", "runner V1")
     assert "Triton" in check.found
     assert "all methods" in check.found
+
+
+def test_proposers_of_vllms_own_are_checked(slice_dir: str, with_triton: None) -> None:
+    """They run on V1, with slots for what they draft and room for what they read."""
+
+    def hybrid(nodes: int = 12, **vllms: Any) -> dict[str, Any]:
+        drafter = {"method": "vllm", "speculative_config": vllms}
+        return {
+            "method": "hybrid",
+            "drafters": ["token_recycling", drafter],
+            "num_speculative_tokens": nodes,
+        }
+
+    draft: dict[str, Any] = {"method": "draft_model", "model": slice_dir, "num_speculative_tokens": 3}
+    config = made(slice_dir, hybrid(**draft), max_num_batched_tokens=512, max_num_seqs=8)
+    assert not config.use_v2_model_runner
+    assert "DraftSlots" in config.scheduler_config.scheduler_cls
+    assert config.scheduler_config.max_num_scheduled_tokens == 512 - 8
+    free = made(slice_dir, hybrid(method="ngram", num_speculative_tokens=3), max_num_batched_tokens=512)
+    assert "DraftSlots" not in free.scheduler_config.scheduler_cls
+    assert free.scheduler_config.max_num_scheduled_tokens == 512
+    with pytest.raises(ValueError, match=r"num_speculative_tokens=3 is not allowed; allowed: at most .*=2"):
+        made(slice_dir, hybrid(2, **draft))
+    with pytest.raises(ValueError, match=r"vLLM does not take it: prompt_lookup_max=-1: "):
+        made(slice_dir, hybrid(method="ngram", num_speculative_tokens=3, prompt_lookup_max=-1))
+    with pytest.raises(ValueError, match=r"max_num_batched_tokens=256 is too small .* max_num_seqs=200"):
+        made(slice_dir, hybrid(**draft), max_num_batched_tokens=256, max_num_seqs=200)
+    with pytest.raises(ValueError, match=r"method='draft_model' does not work with data_parallel_size=2"):
+        made(slice_dir, hybrid(**draft), data_parallel_size=2)

@@ -6,7 +6,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,67 +14,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
+from scripted_proposer import Scripted, request, tree, verified
 
 from vllm_ext.kernels.fuse_trees import fuse_trees
 from vllm_ext.kernels.fuse_trees_ref import fuse_trees_ref
-from vllm_ext.proposers.base import MethodOptions, Proposer, Request, Sampling, VerifiedRows
 from vllm_ext.proposers.calibration import NUM_DEPTHS
 from vllm_ext.proposers.hybrid import BOUNDS, Hybrid, HybridOptions
 from vllm_ext.proposers.tree import DraftTree
 
-GREEDY = Sampling(temperature=0.0, top_p=1.0, top_k=0, min_p=0.0, seed=None)
-
-
-class Scripted(Proposer):
-    """Proposes what it is told to."""
-
-    def __init__(self, tree: DraftTree, width: int = 0) -> None:
-        self.tree = tree
-        self.verified_top_k = width
-        self.rows: list[VerifiedRows] = []
-        self.finished: list[str] = []
-
-    @classmethod
-    def from_options(cls, options: MethodOptions, vocab_size: int) -> Scripted:
-        raise NotImplementedError
-
-    @property
-    def memory_bytes(self) -> int:
-        return 1000
-
-    def observe(self, rows: VerifiedRows) -> None:
-        self.rows.append(rows)
-
-    def propose(self, requests: Sequence[Request]) -> list[DraftTree]:
-        return [self.tree.prefix(request.budget_tokens) for request in requests]
-
-    def finish(self, request_id: str) -> None:
-        self.finished.append(request_id)
-
-
-def tree(tokens: list[int], parents: list[int], probabilities: list[float]) -> DraftTree:
-    made = DraftTree(
-        np.array(tokens, np.int32), np.array(parents, np.int32), np.array(probabilities, np.float32)
-    )
-    made.validate()
-    return made
-
-
-def request(budget: int = 16, name: str = "r") -> Request:
-    return Request(name, np.array([1, 2], np.int32), 2, budget, 99, GREEDY)
-
-
-def verified(emitted: list[int], width: int = 0, name: str = "r") -> VerifiedRows:
-    return VerifiedRows(
-        [name],
-        np.array([0, 1], np.int32),
-        np.array([2], np.int32),
-        np.array([-1], np.int32),
-        np.array([True]),
-        np.arange(width, dtype=np.int32)[None],
-        np.zeros((1, width), np.float32),
-        [emitted],
-    )
+NGRAM = {"method": "vllm", "speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}
 
 
 def paths(of: DraftTree) -> dict[tuple[int, ...], float]:
@@ -229,6 +176,26 @@ def test_options_make_the_drafters() -> None:
         (
             [{"method": "dyspec", "model": "m"}, {"method": "eagle_tree", "model": "m"}],
             "dyspec and eagle_tree both draft with passes",
+        ),
+        (
+            [NGRAM, {"method": "vllm", "speculative_config": {"method": "ngram"}}],
+            "'vllm: ngram' is there more than once",
+        ),
+        (
+            [
+                {"method": "dyspec", "model": "m"},
+                {"method": "vllm", "speculative_config": {"method": "eagle3", "model": "m"}},
+            ],
+            "dyspec and vllm: eagle3 both draft with passes",
+        ),
+        (["vllm"], r"vllm\.speculative_config=.*Field required"),
+        (
+            [{"method": "vllm", "speculative_config": {"method": "ngram_gpu"}}],
+            "method='ngram_gpu' is not allowed; allowed: ngram, suffix, draft_model",
+        ),
+        (
+            [{"method": "vllm", "speculative_config": {"method": "draft_model", "parallel-drafting": True}}],
+            "parallel_drafting=True is not allowed: drafts of one pass",
         ),
         ([{"matrix_width": 3}], r"unknown method None"),
         (

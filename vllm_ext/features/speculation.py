@@ -15,6 +15,7 @@ from vllm.logger import init_logger
 from vllm_ext import __version__, patches
 from vllm_ext.config import processors, refusals, runners, schedulers, speculative
 from vllm_ext.config.speculative import Settings
+from vllm_ext.engine.draft_model import vllm_proposer
 from vllm_ext.engine.models import (
     clover_heads,
     eagle_head,
@@ -31,7 +32,7 @@ from vllm_ext.proposers import level_budget
 from vllm_ext.proposers.clover import CloverOptions
 from vllm_ext.proposers.draft_model import DraftModelOptions, DraftModelProposer
 from vllm_ext.proposers.eagle import EagleOptions
-from vllm_ext.proposers.hybrid import draft_of, reads_nodes
+from vllm_ext.proposers.hybrid import chains_of, draft_of, reads_nodes
 from vllm_ext.proposers.medusa import MedusaOptions
 from vllm_ext.proposers.ppd import PpdOptions
 from vllm_ext.proposers.self_draft import SelfDraftOptions
@@ -122,6 +123,8 @@ class Speculation(Feature):
             second_model.check(vllm_config, drafting)
         elif drafting is not None:
             CHECKS[type(drafting)](vllm_config, drafting.model)
+        for chain in chains_of(settings.options):
+            vllm_proposer.check(vllm_config, chain, settings.options.num_speculative_tokens)
         if isinstance(settings.options, PpdOptions):
             prompt_embeddings.check(vllm_config, settings.options.model, settings.options.num_prompt_tokens)
         if isinstance(settings.options, SelfDraftOptions):

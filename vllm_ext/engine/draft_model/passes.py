@@ -62,16 +62,11 @@ def stacked(found: Sequence[tuple[Any, Any]]) -> Rows:
     return Rows(np.stack([ids for ids, _ in found]), np.stack([log_q for _, log_q in found]))
 
 
-class ModelPasses(ABC):
-    """A draft model or heads, and their passes. See `vllm_ext.proposers.draft_model.DraftModel`."""
-
-    depths_a_pass = 1  # of a tree, that each pass tells
+class Companion(ABC):
+    """What runs beside the target on each step: passes of ours, or a proposer of vLLM's."""
 
     def __init__(self) -> None:
-        self.layers: list[str] = []  # names of the attention layers it runs
-        self.own_layers: list[str] = []  # those of them that are not the target's
-        self.passes: list[Pass] = []  # since `advance`
-        self.blind: set[str] = set()  # requests that it can say nothing of
+        self.own_layers: list[str] = []  # names of the attention layers it runs that are not the target's
         self._runner: Any = None
 
     @property
@@ -89,6 +84,22 @@ class ModelPasses(ABC):
 
     def begin_step(self, scheduler_output: Any) -> None:
         """Before the target's step."""
+
+    @abstractmethod
+    def warm_up(self) -> None:
+        """Compile what would else stall the first request."""
+
+
+class ModelPasses(Companion):
+    """A draft model or heads, and their passes. See `vllm_ext.proposers.draft_model.DraftModel`."""
+
+    depths_a_pass = 1  # of a tree, that each pass tells
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers: list[str] = []  # names of the attention layers it runs
+        self.passes: list[Pass] = []  # since `advance`
+        self.blind: set[str] = set()  # requests that it can say nothing of
 
     def verified(self, trees: StepTrees) -> None:
         """After the target's step, before `advance`: which of its rows were accepted."""
@@ -121,7 +132,7 @@ class ModelPasses(ABC):
         """These are the trees that the target will verify, those without nodes left out."""
 
     def warm_up(self) -> None:
-        """Compile what would else stall the first request.
+        """See `Companion`.
 
         Not with one row: the code would be for one row alone, and vLLM, which checks no guards, would run it with any
         number.

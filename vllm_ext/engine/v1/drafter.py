@@ -16,7 +16,8 @@ from vllm_ext.config import request_options, speculative
 from vllm_ext.engine import metrics, sampling_params
 from vllm_ext.engine.draft_model.answer_export import TOP_K, Export
 from vllm_ext.engine.draft_model.controller import FusedDraft, ModelDrafts
-from vllm_ext.engine.draft_model.passes import ModelPasses
+from vllm_ext.engine.draft_model.passes import Companion
+from vllm_ext.engine.draft_model.vllm_proposer import VllmProposers
 from vllm_ext.engine.drafting import logits_tap
 from vllm_ext.engine.drafting.host_proposer import STEP_FAULT, HostProposer
 from vllm_ext.engine.drafting.requests import BatchTexts
@@ -53,6 +54,7 @@ class Drafter:
         drafting = draft_of(settings.options)
         if drafting is not None and isinstance(self.proposer, Hybrid):
             self.fused = FusedDraft(vllm_config, drafting, self.count)
+        self.vllms = VllmProposers(vllm_config, self.proposer)
         behind = self.model_drafts is not None or reads_nodes(settings.options)
         self._texts = BatchTexts(vllm_config, ASKED_PER_NODE if behind else 1)
         self.constraints = DraftConstraints(vllm_config, self._counters.add, self._host.fault_of)
@@ -90,10 +92,10 @@ class Drafter:
         self._host.proposer = proposer
 
     @property
-    def passes(self) -> ModelPasses | None:
+    def passes(self) -> Companion | None:
         """Of a model or of heads, where the method or one of its drafters asks any."""
         asking = self.model_drafts or self.fused
-        return None if asking is None else asking.passes
+        return self.vllms.asking if asking is None else asking.passes
 
     @property
     def tap_seconds(self) -> float:
@@ -208,7 +210,8 @@ class Drafter:
                         assert isinstance(self.proposer, Hybrid)
                         rate = 0.0 if self.budget is None else self.budget.rate
                         self.fused.before(runner, trees, requests, self.proposer, rate)
-                    proposals = self._host.propose(requests)
+                    with self.vllms.during(runner, trees, sampled, self.proposer, self.budget):
+                        proposals = self._host.propose(requests)
                     if self.fused is not None:
                         self.fused.read(set())  # where nobody asked: what was committed is taken all the same
                     outputs = [runner.requests[request.request_id].output_token_ids for request in requests]

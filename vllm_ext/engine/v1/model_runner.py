@@ -67,6 +67,7 @@ class SpeculativeRunner(UndrawnNoise):
     greedy_choice: Int32 | None = None  # [num_rows] argmax of each row, while no mask is in the logits
     step_hidden: torch.Tensor | None = None  # [num_tokens, hidden_size], what the target's head got
     step_streams: Sequence[torch.Tensor] = ()  # likewise after each of `aux_layers`
+    step_output: Any = None  # vLLM's SchedulerOutput, while drafts are made
     step_started: float = 0.0
     recurrent: RecurrentSteps
     # Of the caches there are: by KV group, what copies tokens between slots.
@@ -121,8 +122,8 @@ class SpeculativeRunner(UndrawnNoise):
         with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
             if drafter.budget is not None:
                 self._calibrate(drafter.budget.cost, target_pass, "forward pass", None)
-            if drafter.fused is not None:
-                drafter.fused.passes.warm_up()
+            if drafter.model_drafts is None and drafter.passes is not None:
+                drafter.passes.warm_up()
             if drafter.model_drafts is not None:
                 drafter.model_drafts.calibrate(self._calibrate, target_pass)
 
@@ -350,9 +351,9 @@ class SpeculativeRunner(UndrawnNoise):
         """Draft with the request's real state instead of vLLM's padded token table."""
         trees, self.step_trees = self.step_trees, None
         assert trees is not None
-        most = scheduler_output.num_spec_tokens_to_schedule
+        most, self.step_output = scheduler_output.num_spec_tokens_to_schedule, scheduler_output
         drafts = self.drafter.step(self, trees, most, sampled_token_ids)
-        self.step_hidden, self.step_streams = None, ()
+        self.step_hidden, self.step_streams, self.step_output = None, (), None
         return drafts
 
     def _input_fits_in_drafter(self, common_attn_metadata: Any) -> bool:

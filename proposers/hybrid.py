@@ -288,7 +288,7 @@ class Hybrid(Proposer):
     def _vllms(
         self, drafter: VllmChain, requests: Sequence[Request], others: Mapping[str, DraftTree]
     ) -> list[DraftTree]:
-        """Chains of a model that vLLM asks, as long as passes pay; none where not even the first does."""
+        """Chains of a model that vLLM asks, as long as passes pay; none where asking does not."""
         reach = {}  # by request, and pass: that the text comes so far, and not as the others say
         for request in requests:
             name = request.request_id
@@ -303,7 +303,7 @@ class Hybrid(Proposer):
         if drafter.varies:
             length = next((n for n in range(1, length) if worth[n] < drafter.least_each), length)
         least = drafter.least_first + (length - 1) * drafter.least_each
-        if not reach or sum(worth[:length]) < least:
+        if not drafter.pays(sum(worth[:length]) - least if reach else None):
             return [DraftTree.empty() for _ in requests]
         trees = drafter.chains(requests, length)
         for request, tree in zip(requests, trees, strict=True):

@@ -29,6 +29,8 @@ ASKING = ("draft_model", "eagle", "eagle3", "mtp", "medusa")
 UNKNOWN, NONE, SOME, ALL = range(4)
 PRIOR = np.array([0.5, 0.3, 0.5, 0.7])
 NUM_DEPTHS = 8
+NET_RATE = 0.1  # of learning whether it pays
+RECOVERY = 0.01  # of forgetting, a step, that it did not
 # Keys of vLLM's that would make something else of the chains than nodes that are chosen.
 OTHERS = {
     "parallel_drafting": "drafts of one pass need slots of their own",
@@ -81,8 +83,10 @@ class VllmChain(Proposer):
         self.ask: Callable[[int], Mapping[str, Sequence[int]]] = lambda _: {}
         self.most = 0  # tokens of a chain
         self.varies = False  # whether it can be asked for fewer
+        self.reads = True  # whether a step without it makes it blind
         # Tokens of all requests that must be expected of the first pass to pay, and of each after it.
         self.least_first = self.least_each = 0.0
+        self._net = 0.0  # tokens that asking it brought lately, less what else its time brings
         self._calibration = Calibration(PRIOR, NUM_DEPTHS)
         self._class: dict[str, int] = {}
         self._chains: dict[str, list[int]] = {}
@@ -103,6 +107,24 @@ class VllmChain(Proposer):
         of_depth = self._calibration.estimates[kind]
         each = of_depth[np.minimum(np.arange(length), NUM_DEPTHS - 1)]
         return [float(chance) for chance in np.cumprod(each, dtype=np.float64)]
+
+    def pays(self, net: float | None) -> bool:
+        """Whether to ask it in a step.
+
+        One that reads is given up for all requests that run, so that one step may not decide: the last dozen do. What
+        was given up is tried again with requests that come later.
+
+        Args:
+            net: tokens that are expected of it in this step, less those that steps put out in its time; None: it knows
+                none of the requests.
+        """
+        if not self.reads:
+            return net is not None and net >= 0.0
+        if self._net < 0.0 or net is None:
+            self._net += RECOVERY * (1.0 - self._net)
+            return net is not None and self._net >= 0.0
+        self._net += NET_RATE * (net - self._net)
+        return self._net >= 0.0
 
     def propose(self, requests: Sequence[Request]) -> list[DraftTree]:
         """See `Proposer.propose`: as long as they may be."""

@@ -47,8 +47,8 @@ def test_the_chain_is_a_path_of_the_tree() -> None:
 def test_it_is_not_asked_where_the_others_are_sure() -> None:
     """Nor where none has room; and one that keeps nothing is asked whatever the others say."""
     sure = tree([5], [-1], [1.0])
-    chain, ask = chain_of(), Asked([5, 6, 7, 8])
-    chain.ask, chain.least_first = ask, 0.05
+    chain, ask = chain_of("medusa"), Asked([5, 6, 7, 8])
+    chain.ask, chain.least_first, chain.reads = ask, 0.05, False
     hybrid = Hybrid([Scripted(sure), chain])
     for _ in range(40):  # what they promise is believed once it was right
         hybrid.propose([request()])
@@ -67,7 +67,7 @@ def test_it_is_not_asked_where_the_others_are_sure() -> None:
 def test_it_is_asked_for_as_many_tokens_as_pay() -> None:
     none = DraftTree.empty()
     chain, ask = chain_of(), Asked([5, 6, 7, 8])
-    chain.ask = ask
+    chain.ask, chain.reads = ask, False
     chain.least_each = 0.2  # 0.6 of it all is expected of the first token, and half of that of each after it
     drafted(chain, none)
     assert ask.lengths == [2]
@@ -83,6 +83,27 @@ def test_it_is_asked_for_as_many_tokens_as_pay() -> None:
     chain.least_first = chain.least_each = 0.0
     drafted(chain, none)
     assert ask.lengths[2:] == [4]
+
+
+def test_one_that_reads_is_not_given_up_for_one_step() -> None:
+    """But for many; and is tried again with a request that it knows."""
+    chain, ask = chain_of(), Asked([5, 6, 7, 8])
+    chain.ask = ask
+    hybrid = Hybrid([Scripted(DraftTree.empty()), chain])
+
+    def asked(steps: int, least: float) -> int:
+        chain.least_first = least
+        ask.lengths.clear()
+        for _ in range(steps):
+            hybrid.propose([request()])
+        return len(ask.lengths)
+
+    assert asked(20, 0.0) == 20
+    assert asked(1, 3.0) == 1
+    assert asked(19, 0.0) == 19
+    assert asked(40, 3.0) < 20
+    assert asked(40, 0.0) < 40
+    assert asked(300, 0.0) > 200
 
 
 def test_of_requests_that_it_has_not_read_it_says_nothing() -> None:

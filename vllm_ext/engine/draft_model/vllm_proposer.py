@@ -245,7 +245,7 @@ class VllmProposer(Companion):
             rate: tokens per second that steps are expected to put out; 0: not known.
         """
         self._asked = False
-        chain.most, chain.varies = self.most, self._method not in WHOLE
+        chain.most, chain.varies, chain.reads = self.most, self._method not in WHOLE, bool(self.own_layers)
         tokens = [list(map(int, each)) for each in sampled]
         chain.ask = lambda length: self._ask(runner, trees, tokens, length)
         size = _rounded(len(sampled))

@@ -17,6 +17,7 @@ from vllm_ext.kernels.grown_tree import GrownTree
 Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
 Float32 = npt.NDArray[np.float32]
+Float64 = npt.NDArray[np.float64]
 Bool = npt.NDArray[np.bool_]
 
 EMPTY = -1
@@ -77,13 +78,30 @@ class Classes(NamedTuple):
     shares: Float32  # [num_shares - 1], ascending: a share's class is the number of these below it
 
 
-class Drawing(NamedTuple):
+class Growing(NamedTuple):
     """Which of a node's successors become its children, and which of all children a node."""
 
     branches: int  # most children of one node
     temperature: float  # above 0
-    noise: int  # what draws without replacement depend on besides the path; -1: the heaviest instead
     exploration: float  # see `grow_tree`
+
+
+class Shape(NamedTuple):
+    """What a request makes of a distribution before it draws."""
+
+    temperature: float  # above 0
+    top_p: float
+    top_k: int  # 0: all
+    min_p: float
+
+
+class DrawnTree(NamedTuple):
+    """A tree whose nodes were drawn, and the distributions they were drawn from: copies, the table may change."""
+
+    tree: GrownTree
+    # Both [1 + num_nodes, width], the root's first, heaviest first. Where q is 0 there is no token, or none to draw.
+    ids: Int32
+    q: Float64  # what the first of a node's children was drawn from; all 0 where nothing was known or asked
 
 
 def contents(table: NgramTable) -> Entries:
@@ -170,7 +188,7 @@ def grow_tree(
     context: Int32,
     shortest: int,
     classes: Classes,
-    drawing: Drawing,
+    growing: Growing,
     budget: int,
     max_depth: int,
     chain: bool,
@@ -178,25 +196,62 @@ def grow_tree(
     """From the root on, open the newest node and take the best of all unopened children.
 
     The children of a node are among the successors of the longest context in the table that ends with it. A share is
-    a successor's part of their weights to the power of ``1 / temperature``. Drawn children are those of the largest
-    ``log(share) + G``, with standard Gumbel noise G that depends on ``noise`` and the path. The best of all unopened
-    children is the one of the largest path probability times ``1 + exploration * sqrt(n)``, with n the number of
-    nodes already taken below its parent; of equals the first found. Nodes stand in the order they were taken: with
-    exploration not always in that of their probabilities.
+    a successor's part of their weights to the power of ``1 / temperature``; the largest ones become children. The best
+    of all unopened children is the one of the largest path probability times ``1 + exploration * sqrt(n)``, with n the
+    number of nodes already taken below its parent; of equals the first found. Nodes stand in the order they were taken:
+    with exploration not always in that of their probabilities.
 
     Args:
         table: as recorded.
         context: int32 ``[longest]`` the last tokens, newest last, -1 before the first.
         shortest: tokens of the shortest context looked up.
         classes: of at most 256 groups.
-        drawing: how children are chosen.
+        growing: how children are chosen.
         budget: most nodes.
         max_depth: deepest nodes; the root's children have depth 1.
         chain: consider the newest node's children alone.
     """
     tree = GrownTree.of_size(budget)
-    count = _compiled("grow_tree")(table, context, shortest, classes, drawing, max_depth, chain, tree)
+    count = _compiled("grow_tree")(table, context, shortest, classes, growing, max_depth, chain, tree)
     return tree.first(count)
+
+
+def draw_tree(
+    table: NgramTable,
+    context: Int32,
+    classes: Classes,
+    shape: Shape,
+    noise: int,
+    budget: int,
+    max_depth: int,
+) -> DrawnTree:
+    """Draw a tree without replacement, one node after the other where it is likeliest to be accepted.
+
+    A node's children are drawn from the distribution of the longest context in the table that ends with it: the next
+    one is that of the largest ``log(q) + G`` left, with standard Gumbel noise G that depends on ``noise`` and the path.
+    Which node gets the next child, and whether any does, depends on nothing that is drawn then: of all places for one
+    more child it is the one that verification comes to most likely, the mean over what may be drawn of the estimates,
+    times the chance that the node is accepted. So the first ``n`` nodes are the tree of budget ``n``, and children
+    stand in the order they were drawn.
+
+    Args:
+        table: as recorded.
+        context: int32 ``[longest]`` the last tokens, newest last, -1 before the first.
+        classes: ``chances`` is ``[levels, num_ranks, num_shares, num_depths]``, by how many of its siblings were drawn
+            before too; a child's share is its part of what they have left. As many children as ranks at most.
+        shape: how the request samples.
+        noise: of this tree alone, uniform among 63 bits.
+        budget: most nodes.
+        max_depth: deepest nodes; the root's children have depth 1.
+
+    Returns:
+        The tree; a node's probability is the chance of its place, which was known before it was drawn.
+    """
+    tree = GrownTree.of_size(budget)
+    width = table.successors.shape[1]
+    ids, q = np.full((len(tree.tokens) + 1, width), EMPTY, np.int32), np.zeros((len(tree.tokens) + 1, width))
+    count = _compiled("draw_tree")(table, context, classes, shape, noise, max_depth, tree, ids, q)
+    return DrawnTree(tree.first(count), ids[: count + 1], q[: count + 1])
 
 
 @functools.cache

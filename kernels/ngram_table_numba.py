@@ -62,6 +62,38 @@ def gumbel(key: int) -> Any:
     return -math.log(-math.log(uniform))
 
 
+@numba.njit  # type: ignore[untyped-decorator]
+def _longest(table: Any, context: Any, shortest: int, tokens: Any, parents: Any, node: int) -> Any:
+    """The slot of the longest known context that ends with a node, or -1, and how many tokens it has."""
+    key = 0
+    slot = -1
+    order = 0
+    back = len(context)
+    for length in range(1, len(context) + 1):
+        if node >= 0:
+            token = tokens[node]
+            node = parents[node]
+        else:
+            back -= 1
+            token = context[back]
+        if token < 0:
+            break
+        key = mix(key, token)
+        if length >= shortest:
+            found = _find(table.keys, key)
+            if found >= 0:
+                slot, order = found, length
+    return slot, order
+
+
+@numba.njit  # type: ignore[untyped-decorator]
+def _class_of(share: float, bounds: Any) -> Any:
+    s = 0
+    for bound in bounds:
+        s += share > bound
+    return s
+
+
 def insert(table: Any, keys: Any, used: Any, counts: Any, successors: Any, weights: Any) -> int:
     for entry in range(len(keys)):
         slot = _first_way(table.keys, keys[entry])
@@ -179,21 +211,19 @@ def grow_tree(
     context: Any,
     shortest: int,
     classes: Any,
-    drawing: Any,
+    growing: Any,
     max_depth: int,
     chain: bool,
     tree: Any,
 ) -> int:
     tokens, parents, probabilities = tree.tokens, tree.parents, tree.probabilities
     num_levels, num_shares, num_depths = classes.chances.shape
-    longest, width = len(context), table.successors.shape[1]
-    branches = min(drawing.branches, width)
+    width = table.successors.shape[1]
+    branches = min(growing.branches, width)
     budget = len(tokens)
     depths = np.empty(budget, np.int64)
-    noises = np.empty(budget, np.int64)
     below = np.zeros(budget + 1, np.int64)  # nodes taken below each node, the root's the last
     shares = np.empty(width, np.float32)
-    scores = np.empty(width, np.float64)
     # The frontier. A taken child stays, with probability 0: looking past it is cheaper than a heap.
     room = budget * branches
     child_token = np.empty(room, np.int32)
@@ -203,63 +233,31 @@ def grow_tree(
     size = 0
     count = 0
     node = -1
-    noise = mix(0, drawing.noise)
     while count < budget:
         if chain:
             size = 0
         depth, probability = 0, np.float32(1.0)
         if node >= 0:
-            depth, probability, noise = depths[node], probabilities[node], noises[node]
+            depth, probability = depths[node], probabilities[node]
         if depth < max_depth:
-            key = 0
-            slot = -1
-            order = 0
-            at = node
-            back = longest
-            for length in range(1, longest + 1):
-                if at >= 0:
-                    token = tokens[at]
-                    at = parents[at]
-                else:
-                    back -= 1
-                    token = context[back]
-                if token < 0:
-                    break
-                key = mix(key, token)
-                if length >= shortest:
-                    found = _find(table.keys, key)
-                    if found >= 0:
-                        slot, order = found, length
+            slot, order = _longest(table, context, shortest, tokens, parents, node)
             num_successors = 0
             if slot >= 0:
                 total = np.float32(0.0)
                 while num_successors < width and table.weights[slot, num_successors] > 0.0:
                     share = table.weights[slot, num_successors] / table.weights[slot, 0]
-                    if drawing.temperature != 1.0:
-                        share = np.float32(share ** (1.0 / drawing.temperature))
+                    if growing.temperature != 1.0:
+                        share = np.float32(share ** (1.0 / growing.temperature))
                     shares[num_successors] = share
                     total += share
                     num_successors += 1
                 level = min(order - shortest, num_levels - 1)
-            for i in range(num_successors):
-                shares[i] /= total
-                scores[i] = -i
-                if drawing.noise >= 0:
-                    scores[i] = -np.inf
-                    if shares[i] > 0.0:
-                        scores[i] = math.log(shares[i]) + gumbel(mix(noise, table.successors[slot, i]))
-            for _ in range(min(branches, num_successors)):
-                drawn = 0
-                for i in range(num_successors):
-                    if scores[i] > scores[drawn]:
-                        drawn = i
-                if scores[drawn] == -np.inf:
+            for i in range(min(branches, num_successors)):  # the heaviest first
+                share = shares[i] / total
+                if share <= 0.0:
                     break
-                scores[drawn] = -np.inf
-                s = 0
-                for bound in classes.shares:
-                    s += shares[drawn] > bound
-                child_token[size] = table.successors[slot, drawn]
+                s = _class_of(share, classes.shares)
+                child_token[size] = table.successors[slot, i]
                 child_parent[size] = node
                 child_group[size] = level * num_shares + s
                 child_probability[size] = probability * classes.chances[level, s, min(depth, num_depths - 1)]
@@ -268,8 +266,8 @@ def grow_tree(
         highest = 0.0
         for i in range(size):
             score = np.float64(child_probability[i])
-            if drawing.exploration > 0.0:
-                score *= 1.0 + drawing.exploration * math.sqrt(below[child_parent[i]])
+            if growing.exploration > 0.0:
+                score *= 1.0 + growing.exploration * math.sqrt(below[child_parent[i]])
             if score > highest:  # of equals the first
                 best = i
                 highest = score
@@ -281,14 +279,123 @@ def grow_tree(
         parents[node] = child_parent[best]
         probabilities[node] = child_probability[best]
         tree.groups[node] = child_group[best]
-        depths[node], noises[node] = 1, mix(mix(0, drawing.noise), tokens[node])
+        depths[node] = 1
         if parents[node] >= 0:
             depths[node] = depths[parents[node]] + 1
-            noises[node] = mix(noises[parents[node]], tokens[node])
         at = parents[node]
         while at >= 0:
             below[at] += 1
             at = parents[at]
         below[-1] += 1
         child_probability[best] = 0.0
+    return count
+
+
+@numba.njit  # type: ignore[untyped-decorator]
+def _share_out(weights: Any, shape: Any, q: Any) -> None:
+    """A context's weights as the distribution that a request draws from."""
+    total = 0.0
+    for i in range(len(weights)):
+        q[i] = 0.0
+        if weights[i] > 0.0 and (i < shape.top_k or shape.top_k <= 0):
+            q[i] = (weights[i] / weights[0]) ** (1.0 / shape.temperature)
+        if q[i] < shape.min_p:
+            q[i] = 0.0
+        total += q[i]
+    before = 0.0
+    kept = 0.0
+    for i in range(len(weights)):
+        if shape.top_p < 1.0 and before >= shape.top_p * total:
+            q[i] = 0.0
+        before += q[i]
+        kept += q[i]
+    for i in range(len(weights)):
+        q[i] /= kept
+
+
+@numba.njit  # type: ignore[untyped-decorator]
+def _expected(left: Any, chances: Any, bounds: Any, depth: int) -> Any:
+    """The mean of the estimates of what may be drawn."""
+    total = 0.0
+    mean = 0.0
+    for i in range(len(left)):
+        total += left[i]
+    if total <= 0.0:
+        return 0.0
+    for i in range(len(left)):
+        if left[i] > 0.0:
+            share = left[i] / total
+            mean += share * chances[_class_of(share, bounds), depth]
+    return mean
+
+
+def draw_tree(
+    table: Any,
+    context: Any,
+    classes: Any,
+    shape: Any,
+    noise: int,
+    max_depth: int,
+    tree: Any,
+    ids: Any,
+    q: Any,
+) -> int:
+    tokens, parents = tree.tokens, tree.parents
+    num_levels, num_ranks, num_shares, num_depths = classes.chances.shape
+    budget, width = len(tokens), table.successors.shape[1]
+    branches = min(num_ranks, width)
+    # The root's place is 0, node i's i + 1.
+    depths = np.zeros(budget + 1, np.int64)
+    levels = np.zeros(budget + 1, np.int64)
+    noises = np.zeros(budget + 1, np.int64)
+    ranks = np.zeros(budget + 1, np.int64)  # children so far
+    reached = np.zeros(budget + 1, np.float64)  # the chance that verification comes here
+    values = np.zeros(budget + 1, np.float64)  # the chance that it comes to the next child; 0: there is none
+    left = np.zeros((budget + 1, width), np.float64)  # of q, what was not drawn
+    noises[0], reached[0] = mix(0, noise), 1.0
+    least = 1.0
+    count = 0
+    while count < budget:
+        if depths[count] < max_depth:
+            slot, order = _longest(table, context, 1, tokens, parents, count - 1)
+            if slot >= 0:
+                _share_out(table.weights[slot], shape, q[count])
+                left[count] = q[count]
+                ids[count] = table.successors[slot]
+                levels[count] = min(order - 1, num_levels - 1)
+                chances = classes.chances[levels[count], 0]
+                depth = min(depths[count], num_depths - 1)
+                values[count] = reached[count] * _expected(left[count], chances, classes.shares, depth)
+        above = 0
+        for place in range(1, count + 1):
+            if values[place] > values[above]:  # of equals the first
+                above = place
+        if values[above] <= 0.0:
+            break
+        # Which child comes next was decided by what is known before it is drawn: `recursive_rejection`.
+        drawn = -1
+        highest = -np.inf
+        total = 0.0
+        for i in range(width):
+            if left[above, i] > 0.0:
+                total += left[above, i]
+                score = math.log(left[above, i]) + gumbel(mix(noises[above], ids[above, i]))
+                if score > highest:
+                    drawn, highest = i, score
+        share = left[above, drawn] / total
+        level, rank, s = levels[above], ranks[above], _class_of(share, classes.shares)
+        depth = min(depths[above], num_depths - 1)
+        least = min(least, values[above])
+        tokens[count], parents[count], tree.probabilities[count] = ids[above, drawn], above - 1, least
+        tree.groups[count] = (level * num_ranks + rank) * num_shares + s
+        count += 1
+        depths[count] = depths[above] + 1
+        noises[count] = mix(noises[above], tokens[count - 1])
+        reached[count] = reached[above] * classes.chances[level, rank, s, depth]
+        left[above, drawn] = 0.0
+        ranks[above] += 1
+        values[above] = 0.0
+        if ranks[above] < branches:
+            chances = classes.chances[level, rank + 1]
+            values[above] = reached[above] * _expected(left[above], chances, classes.shares, depth)
     return count

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from vllm_ext.kernels.ngram_table import Classes, Drawing
+from vllm_ext.kernels.ngram_table import Classes, Growing, Shape
 
 Context = tuple[int, ...]
 Node = tuple[int, int, float, int]  # token, parent, path probability, group
@@ -88,7 +88,7 @@ def grow_tree_ref(
     longest: int,
     shortest: int,
     classes: Classes,
-    drawing: Drawing,
+    growing: Growing,
     budget: int,
     max_depth: int,
     chain: bool = False,
@@ -104,18 +104,12 @@ def grow_tree_ref(
             return []
         entry = table[text[-max(known) :]]
         weights: npt.NDArray[np.float64] = np.array(list(entry.weights.values()), np.float64)
-        weights = (weights / weights[0]) ** (1 / drawing.temperature)
+        weights = (weights / weights[0]) ** (1 / growing.temperature)
         shares = weights / weights.sum()
         order = [i for i, share in enumerate(shares) if share > 0]
-        if drawing.noise >= 0:
-            noise = mix_ref(0, drawing.noise)
-            for token in path:
-                noise = mix_ref(noise, token)
-            noises = [gumbel_ref(mix_ref(noise, token)) for token in entry.weights]
-            order.sort(key=lambda i: -(np.log(shares[i]) + noises[i]))
         level = min(max(known) - shortest, num_levels - 1)
         result = []
-        for i in order[: drawing.branches]:
+        for i in order[: growing.branches]:
             share = sum(bool(shares[i] > bound) for bound in classes.shares)
             group = level * num_shares + share
             own = classes.chances[level, share, min(len(path), num_depths - 1)]
@@ -129,7 +123,7 @@ def grow_tree_ref(
     def score(child: tuple[float, int, int, int]) -> float:
         above = paths[child[2]] if child[2] >= 0 else ()
         below = sum(len(path) > len(above) and path[: len(above)] == above for path in paths)
-        return float(child[0] * (1 + drawing.exploration * np.sqrt(below)))
+        return float(child[0] * (1 + growing.exploration * np.sqrt(below)))
 
     path: tuple[int, ...] = ()
     node, probability = -1, 1.0
@@ -150,4 +144,80 @@ def grow_tree_ref(
         path = (*(paths[parent] if parent >= 0 else ()), token)
         tree.append((token, parent, probability, group))
         paths.append(path)
+    return tree
+
+
+def shared_out_ref(weights: Sequence[float], shape: Shape) -> npt.NDArray[np.float64]:
+    """float64 ``[len(weights)]``: what a request draws from, of a context's weights, heaviest first."""
+    heavy: npt.NDArray[np.float64] = np.array(weights, np.float64)
+    q = (heavy / heavy[0]) ** (1 / shape.temperature)
+    if shape.top_k > 0:
+        q[shape.top_k :] = 0.0
+    q[q < shape.min_p] = 0.0
+    if shape.top_p < 1.0:
+        q[np.cumsum(q) - q >= shape.top_p * q.sum()] = 0.0
+    return np.array(q / q.sum())
+
+
+def draw_tree_ref(
+    table: Mapping[Context, Entry],
+    context: Sequence[int],
+    longest: int,
+    classes: Classes,
+    shape: Shape,
+    noise: int,
+    budget: int,
+    max_depth: int,
+) -> list[Node]:
+    """See `draw_tree`: the paths, and for each all that is said of its next child."""
+    num_levels, num_ranks, num_shares, num_depths = classes.chances.shape
+    tree: list[Node] = []
+    paths: list[tuple[int, ...]] = [()]
+    # By path: the chance that it is accepted, the length of its context, what is left of its q, its children so far.
+    open_: dict[tuple[int, ...], tuple[float, int, dict[int, float], int]] = {}
+
+    def estimate(path: tuple[int, ...], token: int) -> tuple[int, float]:
+        """Of a child: its group, and the chance that it is accepted where the node is."""
+        _, order, left, rank = open_[path]
+        level = min(order - 1, num_levels - 1)
+        s = sum(left[token] / sum(left.values()) > bound for bound in classes.shares)
+        own = float(classes.chances[level, rank, s, min(len(path), num_depths - 1)])
+        return int((level * num_ranks + rank) * num_shares + s), own
+
+    def value(path: tuple[int, ...]) -> float:
+        reached, _, left, rank = open_[path]
+        if not left or rank == num_ranks:
+            return 0.0
+        total = sum(left.values())
+        return reached * sum(share / total * estimate(path, token)[1] for token, share in left.items())
+
+    def learn(path: tuple[int, ...], reached: float) -> None:
+        text = (*context, *path)
+        known = [n for n in range(1, min(longest, len(text)) + 1) if text[-n:] in table]
+        if len(path) < max_depth and known:
+            entry = table[text[-max(known) :]]
+            q = shared_out_ref(list(entry.weights.values()), shape)
+            left = {token: share for token, share in zip(entry.weights, q.tolist(), strict=True) if share > 0}
+            open_[path] = reached, max(known), left, 0
+
+    def gumbel(path: tuple[int, ...], token: int) -> float:
+        key = mix_ref(0, noise)
+        for each in (*path, token):
+            key = mix_ref(key, each)
+        return gumbel_ref(key)
+
+    learn((), 1.0)
+    least = 1.0
+    while len(tree) < budget:
+        path = max((p for p in paths if p in open_), key=value, default=None)  # of equals the first
+        if path is None or value(path) <= 0.0:
+            break
+        least = min(least, value(path))
+        reached, order, left, rank = open_[path]
+        token = max(left, key=lambda each: np.log(left[each]) + gumbel(path, each))
+        group, own = estimate(path, token)
+        tree.append((token, paths.index(path) - 1, least, group))
+        paths.append((*path, token))
+        open_[path] = reached, order, {each: share for each, share in left.items() if each != token}, rank + 1
+        learn(paths[-1], reached * own)
     return tree

@@ -30,8 +30,8 @@ from vllm_ext.kernels.learned_arrays import Learned, check_names
 from vllm_ext.kernels.ngram_table import (
     EMPTY,
     Classes,
-    Drawing,
     Entries,
+    Growing,
     NgramTable,
     contents,
     grow_tree,
@@ -81,7 +81,7 @@ class Aded(Proposer):
 
     def __init__(self, vocab_size: int, memory_mb: int = 64, exploration: float = 0.0) -> None:
         self.vocab_size = vocab_size
-        self._drawing = Drawing(WIDTH, 1.0, -1, float(exploration))
+        self._growing = Growing(WIDTH, 1.0, float(exploration))
         self.table = NgramTable.of_size(memory_mb * 10**6, WIDTH)
         middle = (np.array([0.0, *SHARES]) + np.array([*SHARES, 1.0])) / 2
         self.calibration = Calibration(TRUST * middle)
@@ -128,14 +128,14 @@ class Aded(Proposer):
                 context,
                 PAIR,
                 classes,
-                self._drawing,
+                self._growing,
                 request.budget_tokens,
                 request.max_depth,
                 request.chain,
             )
             self.calibration.drafted(request.request_id, grown)
             # With exploration the nodes stand in the order they were taken.
-            make = DraftTree.from_nodes if self._drawing.exploration > 0.0 else DraftTree
+            make = DraftTree.from_nodes if self._growing.exploration > 0.0 else DraftTree
             trees.append(make(*grown[:3]))
         return trees
 

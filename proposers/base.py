@@ -93,6 +93,8 @@ class Request:
     max_depth: int  # deepest node that may be proposed: never past max_tokens or max_model_len
     sampling: Sampling
     chain: bool = False  # a tree cannot be verified here: of one that branches only the best chain is used
+    # A host proposer's tree may be drawn at random and say from what: it is verified by that, and cut by nothing drawn.
+    may_draw: bool = False
 
     @property
     def has_room(self) -> bool:
@@ -160,6 +162,7 @@ class Proposer(ABC):
     verified_log_total: ClassVar[bool] = False
     # Whether `hybrid` may have it among its drafters.
     fuses: ClassVar[bool] = True
+    draws = True  # whether requests that sample may get drawn trees; not where these are fused with others
 
     @classmethod
     @abstractmethod
@@ -275,6 +278,7 @@ def practise(proposer: Proposer, tokens: Int32) -> None:
     request = Request("", tokens, len(tokens) - 1, budget_tokens=1, max_depth=1, sampling=sampling)
     proposer.start(request)
     proposer.propose([request])
+    proposer.propose([replace(request, may_draw=True)])
     proposer.observe(
         VerifiedRows(
             [""],

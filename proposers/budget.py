@@ -75,11 +75,12 @@ class _Evidence:
 class _Request:
     """What the budget remembers of a request."""
 
-    __slots__ = ("evidence", "nodes", "speculated")
+    __slots__ = ("chosen", "evidence", "nodes", "speculated")
 
     def __init__(self, step: int) -> None:
         self.evidence = _Evidence(step)
         self.nodes = 0  # of the last choice that was no plain probe
+        self.chosen = 0  # of the last choice
         self.speculated = step  # when it last had a node, or came
 
 
@@ -107,6 +108,7 @@ class GoodputBudget:
         # In steps.
         self._cost_savings = MOST_SAVINGS
         self._idle_savings = 0.0
+        self._mean = 0  # nodes of a request, of the last choice
         self._state: dict[str, float] = {}
         self.rate = 0.0  # tokens per second that the last choice is expected to put out
 
@@ -170,7 +172,9 @@ class GoodputBudget:
             nodes = np.bincount(owner[order[:probe]], minlength=batch_size).tolist()
         else:
             self._probe_idle(requests, sizes, gains, nodes, tokens[best], seconds[best:] / seconds[best])
+        self._mean = round(sum(nodes) / batch_size)
         for request, count in zip(requests, nodes, strict=True):
+            request.chosen = count
             if count:
                 request.speculated = self._step
         if any(nodes):
@@ -253,6 +257,14 @@ class GoodputBudget:
         if request is None:
             return self.ceiling
         return min(2 * request.nodes + 8, self.ceiling)
+
+    def chosen(self, request_id: str) -> int:
+        """How many nodes of a request the last choice was, of an unknown one what others had on average.
+
+        For trees that may not be cut by what they hold: the one after a tree is verified as far as that was worth.
+        """
+        request = self._requests.get(request_id)
+        return self._mean if request is None else request.chosen
 
     def finish(self, request_id: str) -> None:
         """Forget a request; an unknown one is fine."""

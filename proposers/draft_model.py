@@ -106,7 +106,6 @@ class DraftModelProposer(Proposer):
     draft: DraftModel  # set by the adapter, before any request
     least_reach = 0.0  # set by the adapter: see `sampled.grow`
     deepest = 32  # set by the adapter: nodes of which the draft knows something
-    draws = True  # whether requests that sample get drawn trees; not where these are fused with others
     fuses: ClassVar[bool] = False  # whether it may be one of a hybrid's drafters
     in_rounds: ClassVar[bool] = False  # whether it then goes on below what the others say, depth by depth
     blind: Container[str] = frozenset()  # set by the adapter: requests that the draft can say nothing of

@@ -193,8 +193,7 @@ class Hybrid(Proposer):
             drafter = proposer.from_options(
                 own.model_copy(update={"num_speculative_tokens": nodes}), vocab_size
             )
-            if isinstance(drafter, DraftModelProposer):
-                drafter.draws = False
+            drafter.draws = False
             made.append(drafter)
         return cls(made)
 

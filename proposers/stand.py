@@ -2,28 +2,25 @@
 """STAND: draft from the distributions the target had after the same last tokens, with randomness where it samples.
 
 For each context of 1 to ``max_order`` tokens a table keeps the mean of the distributions that the target had after it,
-as far as its largest logits tell them. A node's children are drawn without replacement (Gumbel-top-k) from that of its
-longest known context, at the request's temperature; greedy requests get the most probable ones. No weights; one
-table for all requests.
+as far as its largest logits tell them. A node's children are the most probable ones of its longest known context, or
+drawn from that without replacement. No weights; one table for all requests.
 
 Source: "Accelerated Test-Time Scaling with Model-Free Speculative Sampling", arXiv 2506.04708, section 3.
 
 Deviations, all ours:
 
-- Trees are verified by the sample-then-match walk, not (yet) by the ratio test that draws without replacement allow:
-  lossless whatever the children are, but by it drawn children are accepted no more often than the most probable
-  ones, which ``branches="probable"`` takes at every temperature.
+- ``branches="probable"`` is the default: the most probable children at every temperature, verified by the
+  sample-then-match walk. ``"drawn"`` is the paper's, of requests that sample without a seed: children drawn at the
+  request's temperature, top-p, top-k and min-p, verified by recursive rejection (`stand_drawn`). Both are lossless; on
+  our prompts the first is accepted more often (docs/methods.md).
 - Best-first growth under the budget replaces the fixed shape found on a calibration set. The estimates by which it goes
   are counted as requests go on: how often a child was right by the length of its context and by its share at the
-  temperature, apart for greedy requests. Top-p, top-k and min-p are left to them.
-- Noise is a function of the request's seed (its id where it has none), its length and the path. It has nothing in
-  common with the noise the target samples by, and all tensor-parallel ranks make the same trees.
+  temperature, apart for greedy requests.
 - The table is a fixed array: of four places for a context the one not recorded for longest makes room.
 """
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
@@ -35,8 +32,8 @@ from vllm_ext.kernels.learned_arrays import Learned, check_names
 from vllm_ext.kernels.ngram_table import (
     EMPTY,
     Classes,
-    Drawing,
     Entries,
+    Growing,
     NgramTable,
     contents,
     grow_tree,
@@ -44,7 +41,9 @@ from vllm_ext.kernels.ngram_table import (
 )
 from vllm_ext.proposers.base import MethodOptions, Proposer, Request, VerifiedRows, practise
 from vllm_ext.proposers.calibration import Calibration, Float64
+from vllm_ext.proposers.draft_model import is_drawn
 from vllm_ext.proposers.learned import restore_table
+from vllm_ext.proposers.stand_drawn import DrawnTrees
 from vllm_ext.proposers.tree import DraftTree, Float32, Int32
 
 # Bounds between the classes of a child's share.
@@ -55,6 +54,8 @@ BRANCHES = 5  # most children of a node, as in the paper's first tree
 # Prior acceptance per share, by tokens of the context: of greedy requests, and of those that sample. From outputs of
 # SmolLM2-135M.
 TRUST: Float64 = np.array([[0.4, 0.6, 0.8, 0.95], [0.33, 0.5, 0.65, 0.75]])
+# That the first of drawn children is accepted, likewise.
+TRUST_DRAWN = (0.4, 0.55, 0.7, 0.8)
 
 
 class StandOptions(MethodOptions):
@@ -69,9 +70,9 @@ class StandOptions(MethodOptions):
     max_order: int = Field(default=4, ge=1, le=TRUST.shape[1], description="longest context, in tokens")
     table_width: int = Field(default=8, ge=1, le=32, description="successors kept for each context")
     branches: Literal["drawn", "probable"] = Field(
-        default="drawn",
-        description="children of requests that sample. drawn: at random, as the paper has them; probable: the most "
-        "probable ones",
+        default="probable",
+        description="probable: the most probable children, verified by the target's own draws; drawn: of requests that "
+        "sample without a seed, on V1, children drawn at random, verified by recursive rejection",
     )
 
 
@@ -79,7 +80,6 @@ class StandOptions(MethodOptions):
 class _Request:
     """What is remembered of a request from step to step."""
 
-    noise: str  # what the request's noise depends on besides its length and the path
     mode: int  # which estimates are its own
     context: Int32 | None = None  # [max_order] the last tokens of the next verification, the root last
 
@@ -92,7 +92,7 @@ class Stand(Proposer):
         memory_mb: bound of the table, in 10^6 bytes.
         max_order: longest context, in tokens.
         table_width: successors kept for each context.
-        branches: "drawn" or "probable".
+        branches: "probable" or "drawn".
     """
 
     summary: ClassVar[str] = "the distributions the target had after the same last tokens"
@@ -105,18 +105,20 @@ class Stand(Proposer):
         memory_mb: int = 64,
         max_order: int = 4,
         table_width: int = 8,
-        branches: str = "drawn",
+        branches: str = "probable",
     ) -> None:
         self.verified_top_k = table_width
         self.vocab_size = vocab_size
         self._arguments = (max_order, table_width, branches)
         self._longest = max_order
-        self._drawn = branches == "drawn"
         self.table = NgramTable.of_size(memory_mb * 10**6, table_width)
         middle = (np.array([0.0, *SHARES]) + np.array([*SHARES, 1.0])) / 2
         # [2 (0: greedy requests, 1: those that sample), orders, shares]
         prior = TRUST[:, :max_order, None] * middle
         self.calibration = Calibration(prior)
+        self._drawn: DrawnTrees | None = None
+        if branches == "drawn":
+            self._drawn = DrawnTrees(DrawnTrees.prior(TRUST_DRAWN[:max_order], BRANCHES, middle), SHARES)
         self._requests: dict[str, _Request] = {}
 
     @classmethod
@@ -127,17 +129,18 @@ class Stand(Proposer):
     @property
     def memory_bytes(self) -> int:
         """The table, ``memory_mb`` rounded down to a power of two of contexts, and the counts."""
-        return sum(part.nbytes for part in self.table) + self.calibration.nbytes
+        counts = self.calibration.nbytes + (self._drawn.calibration.nbytes if self._drawn else 0)
+        return sum(part.nbytes for part in self.table) + counts
 
     def start(self, request: Request) -> None:
-        """Remember what the request's noise depends on."""
-        seed = request.sampling.seed
-        noise = request.request_id if seed is None else str(seed)
-        self._requests[request.request_id] = _Request(noise, int(request.sampling.temperature > 0))
+        """Remember which estimates are the request's."""
+        self._requests[request.request_id] = _Request(int(request.sampling.temperature > 0))
 
     def observe(self, rows: VerifiedRows) -> None:
         """Judge the trees of the last `propose`, and record the distributions along the accepted paths."""
         self.calibration.judge(rows.request_ids, rows.emitted)
+        if self._drawn:
+            self._drawn.judge(rows)
         before = np.full((len(rows.request_ids), self._longest - 1), EMPTY, np.int32)
         for i, (request_id, emitted) in enumerate(zip(rows.request_ids, rows.emitted, strict=True)):
             state = self._requests.get(request_id)
@@ -169,15 +172,15 @@ class Stand(Proposer):
             state.context = np.full(self._longest, EMPTY, np.int32)
             last = request.tokens[-self._longest :]
             state.context[self._longest - len(last) :] = last
-            noise = -1
-            if self._drawn and state.mode:
-                noise = zlib.crc32(f"{state.noise} {len(request.tokens)}".encode())
+            if self._drawn and self.draws and request.may_draw and is_drawn(request):
+                trees.append(self._drawn.draw(self.table, request, state.context))
+                continue
             tree = grow_tree(
                 self.table,
                 state.context,
                 1,
                 Classes(estimates[state.mode], SHARES),
-                Drawing(BRANCHES, float(request.sampling.temperature or 1.0), noise, 0.0),
+                Growing(BRANCHES, float(request.sampling.temperature or 1.0), 0.0),
                 request.budget_tokens,
                 request.max_depth,
                 request.chain,
@@ -191,15 +194,24 @@ class Stand(Proposer):
         """Forget a request."""
         self._requests.pop(request_id, None)
         self.calibration.forget(request_id)
+        if self._drawn:
+            self._drawn.forget(request_id)
 
     def state_dict(self) -> dict[str, Learned]:
-        """See `Proposer.state_dict`: the table, without its free slots, and the calibration."""
-        return contents(self.table)._asdict() | self.calibration.state_dict()
+        """See `Proposer.state_dict`: the table, without its free slots, and the calibrations."""
+        arrays = contents(self.table)._asdict() | self.calibration.state_dict()
+        if self._drawn:
+            arrays |= {f"drawn_{name}": array for name, array in self._drawn.calibration.state_dict().items()}
+        return arrays
 
     def load_state_dict(self, arrays: Mapping[str, Learned]) -> None:
         """See `Proposer.load_state_dict`."""
-        check_names(arrays, (*Entries._fields, "hits", "trials"))
+        drawn = ("drawn_hits", "drawn_trials") if self._drawn else ()
+        check_names(arrays, (*Entries._fields, "hits", "trials", *drawn))
         self.calibration.load_state_dict(arrays)
+        if self._drawn:
+            counts = {name.removeprefix("drawn_"): arrays[name] for name in drawn}
+            self._drawn.calibration.load_state_dict(counts)
         restore_table(arrays, self.table, self.vocab_size, MOST_WEIGHT)
 
     def warm_up(self) -> None:

@@ -292,12 +292,23 @@ def _ngrams(rng: np.random.Generator) -> Iterator[tuple[str, Call, int]]:
         rng.integers(0, 50, 4).astype(np.int32),
         1,
         ngram_table.Classes(np.full((4, 3, 4), 0.8, np.float32), np.array([0.1, 0.4], np.float32)),
-        ngram_table.Drawing(branches=3, temperature=1.0, noise=-1, exploration=0.0),
+        ngram_table.Growing(branches=3, temperature=1.0, exploration=0.0),
         NODES,
         NODES,
         False,
     )
+    draw = functools.partial(
+        ngram_table.draw_tree,
+        table,
+        rng.integers(0, 50, 4).astype(np.int32),
+        ngram_table.Classes(np.full((4, 3, 3, 4), 0.8, np.float32), np.array([0.1, 0.4], np.float32)),
+        ngram_table.Shape(temperature=1.0, top_p=1.0, top_k=0, min_p=0.0),
+        1,
+        NODES,
+        NODES,
+    )
     yield f"grow_tree: {NODES} nodes", grow, 0
+    yield f"draw_tree: {NODES} nodes", draw, 0
     yield f"record_rows: {rows} accepted", record, 0
 
 

@@ -16,14 +16,17 @@ from hypothesis import strategies as st
 from vllm_ext.kernels import ngram_table_ref as ref
 from vllm_ext.kernels.best_first_tree_numba import mix
 from vllm_ext.kernels.best_first_tree_ref import Node
+from vllm_ext.kernels.grown_tree import GrownTree
 from vllm_ext.kernels.ngram_table import (
     EMPTY,
     MOST_COUNT,
     WAYS,
     Classes,
-    Drawing,
+    Growing,
     NgramTable,
+    Shape,
     contents,
+    draw_tree,
     grow_tree,
     insert,
     record_rows,
@@ -265,9 +268,13 @@ def chi_square(counts: Counter[tuple[int, ...]], chances: dict[tuple[int, ...], 
     return (value - freedom) / math.sqrt(2 * freedom)
 
 
+def drawing_classes(ranks: int, chance: float = 0.5) -> Classes:
+    """Equal chances: the root's children are taken one after the other, where nothing may be deeper."""
+    return Classes(np.full((1, ranks, 1, 1), chance, np.float32), np.zeros(0, np.float32))
+
+
 @pytest.mark.parametrize("temperature", [1.0, 0.7, 1.6])
 def test_children_are_draws_without_replacement_in_their_order(temperature: float) -> None:
-    """Equal chances: nodes of one depth are taken in the order in which they were drawn."""
     table = NgramTable.empty(SLOTS, 5)
     distribution(table, [1], WEIGHTS)
     shares = {token: weight ** (1 / temperature) for token, weight in WEIGHTS.items()}
@@ -280,12 +287,20 @@ def test_children_are_draws_without_replacement_in_their_order(temperature: floa
         chances[order] = chance
     total = 20000
     counts: Counter[tuple[int, ...]] = Counter()
+    shape = Shape(temperature, 1.0, 0, 0.0)
     for noise in range(total):
-        tree = grow_tree(
-            table, np.array([1], np.int32), 1, classes(), Drawing(2, temperature, noise, 0.0), 9, 1, False
-        )
-        counts[tuple(tree.tokens.tolist())] += 1
+        drawn = draw_tree(table, np.array([1], np.int32), drawing_classes(2), shape, noise, 9, 1)
+        counts[tuple(drawn.tree.tokens.tolist())] += 1
+        assert drawn.q[0].sum() == pytest.approx(1.0)
+    assert dict(zip(drawn.ids[0].tolist(), drawn.q[0].tolist(), strict=True)) == pytest.approx(
+        {token: share / sum(shares.values()) for token, share in shares.items()}, rel=1e-6
+    )
     assert chi_square(counts, chances, total) < 4
+    # The mutation: the same children by weight, and not in the order they were drawn.
+    sorted_counts: Counter[tuple[int, ...]] = Counter()
+    for pair, count in counts.items():
+        sorted_counts[min(pair), max(pair)] += count
+    assert chi_square(sorted_counts, chances, total) > 100
 
 
 def test_draws_at_different_nodes_are_independent() -> None:
@@ -296,10 +311,11 @@ def test_draws_at_different_nodes_are_independent() -> None:
     total = 20000
     counts: Counter[tuple[int, ...]] = Counter()
     for noise in range(total):
-        tree = grow_tree(
-            table, np.array([1], np.int32), 1, classes(), Drawing(1, 1.0, noise, 0.0), 3, 3, True
+        drawn = draw_tree(
+            table, np.array([1], np.int32), drawing_classes(1), Shape(1.0, 1.0, 0, 0.0), noise, 3, 3
         )
-        counts[tuple(tree.tokens.tolist())] += 1
+        assert drawn.tree.parents.tolist() == [-1, 0, 1]
+        counts[tuple(drawn.tree.tokens.tolist())] += 1
     chances = {
         path: math.prod(weights[token] for token in path) for path in itertools.product(weights, repeat=3)
     }
@@ -316,11 +332,33 @@ def test_noise_equals_the_reference() -> None:
 def test_extreme_temperatures_do_no_harm(temperature: float) -> None:
     table = NgramTable.empty(SLOTS, 5)
     distribution(table, [1], WEIGHTS)
-    tree = grow_tree(
-        table, np.array([1], np.int32), 1, classes(), Drawing(5, temperature, 3, 0.0), 9, 1, False
-    )
+    context = np.array([1], np.int32)
     expected = [10] if temperature < 1 else sorted(WEIGHTS)
+    tree = grow_tree(table, context, 1, classes(), Growing(5, temperature, 0.0), 9, 1, False)
     assert sorted(tree.tokens.tolist()) == expected
+    drawn = draw_tree(table, context, drawing_classes(5), Shape(temperature, 1.0, 0, 0.0), 3, 9, 1)
+    assert sorted(drawn.tree.tokens.tolist()) == expected
+
+
+@pytest.mark.parametrize(
+    ("shape", "kept"),
+    [
+        (Shape(1.0, 1.0, 3, 0.0), 3),
+        (Shape(1.0, 0.6, 0, 0.0), 2),
+        (Shape(1.0, 0.65, 0, 0.0), 2),
+        (Shape(1.0, 0.66, 0, 0.0), 3),
+        (Shape(1.0, 1.0, 0, 0.3), 3),
+        (Shape(0.5, 1.0, 0, 0.3), 2),
+        (Shape(1.0, 0.0001, 0, 0.0), 1),
+    ],
+)
+def test_what_a_request_cuts_off_is_not_drawn(shape: Shape, kept: int) -> None:
+    table = NgramTable.empty(SLOTS, 5)
+    distribution(table, [1], WEIGHTS)
+    drawn = draw_tree(table, np.array([1], np.int32), drawing_classes(5), shape, 3, 9, 1)
+    left = np.array(list(WEIGHTS.values())[:kept]) ** (1 / shape.temperature)
+    assert drawn.q[0].tolist() == pytest.approx([*(left / left.sum()), *[0.0] * (5 - kept)], rel=1e-5)
+    assert sorted(drawn.tree.tokens.tolist()) == sorted(list(WEIGHTS)[:kept])
 
 
 def test_the_longest_known_context_wins() -> None:
@@ -332,7 +370,7 @@ def test_the_longest_known_context_wins() -> None:
 
     def first(*context: int, shortest: int = 1) -> list[tuple[int, int]]:
         tree = grow_tree(
-            table, np.array(context, np.int32), shortest, levels, Drawing(1, 1.0, -1, 0.0), 1, 1, False
+            table, np.array(context, np.int32), shortest, levels, Growing(1, 1.0, 0.0), 1, 1, False
         )
         return list(zip(tree.tokens.tolist(), tree.groups.tolist(), strict=True))
 
@@ -346,7 +384,7 @@ def test_the_longest_known_context_wins() -> None:
 
 
 @st.composite
-def grown(draw: st.DrawFn) -> tuple[NgramTable, dict[ref.Context, ref.Entry], Classes, Drawing]:
+def grown(draw: st.DrawFn) -> tuple[NgramTable, dict[ref.Context, ref.Entry], Classes, Growing]:
     rng = np.random.default_rng(draw(st.integers(0, 999)))
     width = draw(st.integers(1, 5))
     table = NgramTable.empty(SLOTS, width)
@@ -359,13 +397,12 @@ def grown(draw: st.DrawFn) -> tuple[NgramTable, dict[ref.Context, ref.Entry], Cl
     for context, its in entries.items():  # the same bits, so that classes and ties are the same
         its.weights = entry(table, context)
     chances = rng.choice([0.0, 0.25, 0.5, 0.7, 1.0], (2, 4, 2)).astype(np.float32)
-    drawing = Drawing(
+    growing = Growing(
         draw(st.integers(1, 5)),
         draw(st.sampled_from([1.0, 0.6])),
-        draw(st.sampled_from([-1, 0, 7])),
         draw(st.sampled_from([0.0, 0.3])),
     )
-    return table, entries, Classes(chances, np.array([0.11, 0.33, 0.71], np.float32)), drawing
+    return table, entries, Classes(chances, np.array([0.11, 0.33, 0.71], np.float32)), growing
 
 
 @given(
@@ -378,22 +415,69 @@ def grown(draw: st.DrawFn) -> tuple[NgramTable, dict[ref.Context, ref.Entry], Cl
 )
 @settings(deadline=None, max_examples=300)
 def test_trees_equal_the_reference(
-    made: tuple[NgramTable, dict[ref.Context, ref.Entry], Classes, Drawing],
+    made: tuple[NgramTable, dict[ref.Context, ref.Entry], Classes, Growing],
     context: list[int],
     shortest: int,
     budget: int,
     depth: int,
     chain: bool,
 ) -> None:
-    table, entries, its_classes, drawing = made
+    table, entries, its_classes, growing = made
     longest = 3
     last = context[-longest:]
     padded = np.array([EMPTY] * (longest - len(last)) + last, np.int32)
-    tree = grow_tree(table, padded, shortest, its_classes, drawing, budget, depth, chain)
+    tree = grow_tree(table, padded, shortest, its_classes, growing, budget, depth, chain)
     expected: list[Node] = ref.grow_tree_ref(
-        entries, last, longest, shortest, its_classes, drawing, max(budget, 0), depth, chain
+        entries, last, longest, shortest, its_classes, growing, max(budget, 0), depth, chain
     )
     assert list(zip(*(column.tolist() for column in tree), strict=True)) == expected
+
+
+@given(
+    grown(),
+    st.lists(st.integers(0, 3), max_size=4),
+    st.integers(-1, 14),
+    st.integers(-1, 6),
+    st.integers(1, 4),
+    st.sampled_from([Shape(1.0, 1.0, 0, 0.0), Shape(0.6, 0.9, 3, 0.05)]),
+    st.integers(0, 2**63 - 1),
+)
+@settings(deadline=None, max_examples=300)
+def test_drawn_trees_equal_the_reference(
+    made: tuple[NgramTable, dict[ref.Context, ref.Entry], Classes, Growing],
+    context: list[int],
+    budget: int,
+    depth: int,
+    ranks: int,
+    shape: Shape,
+    noise: int,
+) -> None:
+    table, entries, its_classes, _ = made
+    longest = 3
+    last = context[-longest:]
+    padded = np.array([EMPTY] * (longest - len(last)) + last, np.int32)
+    chances = np.random.default_rng(noise).random((2, ranks, 4, 2)).astype(np.float32)
+    drawn = draw_tree(table, padded, Classes(chances, its_classes.shares), shape, noise, budget, depth)
+    expected = ref.draw_tree_ref(
+        entries,
+        last,
+        longest,
+        Classes(chances, its_classes.shares),
+        shape,
+        noise,
+        max(budget, 0),
+        depth,
+    )
+    found = list(zip(*(column.tolist() for column in drawn.tree), strict=True))
+    assert [(token, parent, group) for token, parent, _, group in found] == [
+        (token, parent, group) for token, parent, _, group in expected
+    ]
+    assert [node[2] for node in found] == pytest.approx([node[2] for node in expected], rel=1e-5)
+    # A smaller one is its first nodes: the size has no say in what is drawn, nor that in the size.
+    smaller = draw_tree(table, padded, Classes(chances, its_classes.shares), shape, noise, budget // 2, depth)
+    for name in GrownTree._fields:
+        whole, part = getattr(drawn.tree, name).tolist(), getattr(smaller.tree, name).tolist()
+        assert part == whole[: max(budget // 2, 0)]
 
 
 def test_exploration_looks_beside_a_sure_path() -> None:
@@ -404,8 +488,8 @@ def test_exploration_looks_beside_a_sure_path() -> None:
     its_classes = Classes(np.array([0.1, 0.5], np.float32).reshape(1, 2, 1), np.array([0.5], np.float32))
 
     def tokens(exploration: float) -> list[int]:
-        drawing = Drawing(2, 1.0, -1, exploration)
-        tree = grow_tree(table, np.array([1], np.int32), 1, its_classes, drawing, 4, 9, False)
+        growing = Growing(2, 1.0, exploration)
+        tree = grow_tree(table, np.array([1], np.int32), 1, its_classes, growing, 4, 9, False)
         return list(tree.tokens.tolist())
 
     assert tokens(0.0) == [2, 3, 4, 51]

@@ -202,7 +202,7 @@ def test_memory_is_bounded_told_and_does_not_grow(megabytes: int) -> None:
 
 def test_options_reach_the_proposer() -> None:
     one = Aded.from_options(AdedOptions.model_validate({"memory_mb": 2, "exploration": 0.5}), VOCAB)
-    assert one._drawing.exploration == 0.5
+    assert one._growing.exploration == 0.5
     assert len(one.table.keys) == 1 << 14
     for name, value in (("memory_mb", 0), ("exploration", -0.1), ("exploration", 2.0)):
         with pytest.raises(ValueError, match=name):

@@ -3,15 +3,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
+from enumeration import Model, Script, law_of, verify
+from scipy.stats import chisquare
 
+from vllm_ext.kernels.chance import RandomChance
+from vllm_ext.kernels.sparse import Sparse
 from vllm_ext.proposers import stand
 from vllm_ext.proposers.base import Request, Sampling, VerifiedRows
 from vllm_ext.proposers.stand import Stand, StandOptions
 from vllm_ext.proposers.tree import DraftTree
+from vllm_ext.samplers import recursive_rejection
 
 VOCAB = 1000
 GREEDY = Sampling(temperature=0.0, top_p=1.0, top_k=0, min_p=0.0, seed=None)
@@ -124,32 +130,179 @@ def test_the_temperature_sharpens_or_flattens_the_shares() -> None:
     assert greedy == paths(draft(one, [1, 2], sampling(3, 1.0), depth=1)[0])
 
 
-def drawn(one: Stand, how: Sampling, text: Sequence[int] = (1, 2), name: str = "q") -> frozenset[int]:
-    return frozenset(draft(one, text, how, name, depth=1, budget=32)[0].tokens.tolist())
+def children(one: Stand, how: Sampling, name: str = "q") -> frozenset[int]:
+    return frozenset(draft(one, (1, 2), how, name, depth=1, budget=32)[0].tokens.tolist())
 
 
-def test_children_of_sampling_requests_are_drawn_by_seed_position_and_name() -> None:
-    one = drafter(20)
-    teach(one, [1, 2], list(range(100, 120)), [0.05] * 20)
-    by_seed = {seed: drawn(one, sampling(seed)) for seed in range(20)}
-    assert all(len(tokens) == stand.BRANCHES for tokens in by_seed.values())
-    assert len(set(by_seed.values())) > 15  # of the 15504 sets
-    assert by_seed == {seed: drawn(one, sampling(seed), name="other") for seed in range(20)}
-    assert drawn(one, sampling(3), [8, 1, 2]) != by_seed[3]  # one token further on
-    names = {name: drawn(one, sampling(None), name=name) for name in "abcdefgh"}
-    assert len(set(names.values())) > 5
-    assert names == {name: drawn(one, sampling(None), name=name) for name in "abcdefgh"}
-
-
-def test_greedy_requests_and_an_option_take_the_most_probable() -> None:
+def test_children_are_the_most_probable_unless_they_are_drawn() -> None:
+    """Drawn are those of requests that sample without a seed, where the adapter lets them."""
     shares = [0.3, 0.2, 0.15, 0.12, 0.1, 0.08, 0.05]
     best = frozenset(range(100, 100 + stand.BRANCHES))
+    assert drafter(7)._drawn is None  # the default
     for branches in ("drawn", "probable"):
         one = drafter(7, branches=branches)
         teach(one, [1, 2], list(range(100, 107)), shares)
-        assert {drawn(one, GREEDY, name=str(i)) for i in range(20)} == {best}
-        by_seed = {drawn(one, sampling(seed)) for seed in range(20)}
-        assert (by_seed == {best}) == (branches == "probable")
+        for how in (GREEDY, sampling(3), sampling(None)):
+            assert {children(one, how, str(i)) for i in range(20)} == {best}
+        free = {frozenset(drawn_tree(one).tokens.tolist()) for _ in range(20)}
+        assert (free == {best}) == (branches == "probable")
+        asked = request([1, 2], sampling(None), "c", depth=1)
+        one.start(asked)
+        kinds = [
+            replace(asked, may_draw=True),
+            replace(asked, may_draw=True, chain=True),
+            replace(asked, may_draw=True, sampling=sampling(0)),
+            replace(asked, may_draw=True, sampling=GREEDY),
+        ]
+        are = [tree.drawn is not None for kind in kinds for tree in one.propose([kind])]
+        assert are == [branches == "drawn", False, False, False]
+        one.draws = False  # among a hybrid's
+        assert one.propose(kinds[:1])[0].drawn is None
+
+
+def drawn_tree(one: Stand, budget: int = 32, depth: int = 1, temperature: float = 1.0) -> DraftTree:
+    """A request's that samples without a seed; it is verified as it is."""
+    asked = request([1, 2], sampling(None, temperature), "d", budget, depth)
+    one.start(asked)
+    (tree,) = one.propose([replace(asked, may_draw=True)])
+    tree.validate()
+    return tree
+
+
+TARGET, DRAFT = Model(3, vocab=4), Model(4, vocab=4)
+LENGTH = 2
+
+
+def knowing(model: Model, **options: object) -> Stand:
+    """The model's rows are in the table: of its token 3 nothing is known, and it is not among the successors of 2."""
+    one = drafter(3, branches="drawn", max_order=1, **options)
+    for token in range(3):
+        ids = np.argsort(-model.rows[token])[: 3 if token < 2 else 2]
+        teach(one, [token], ids.tolist(), model.rows[token][ids].tolist())
+    return one
+
+
+def walked(tree: DraftTree, chance: RandomChance, fault: str = "") -> list[int]:
+    """What a request puts out whose root is 2."""
+    assert tree.drawn is not None
+    paths: list[tuple[int, ...]] = [(2,)]
+    for token, parent in zip(tree.tokens.tolist(), tree.parents.tolist(), strict=True):
+        paths.append((*paths[parent + 1], token))
+
+    def draw(row: int, below: list[int]) -> int:
+        p = TARGET.after(paths[row])
+        if not below:
+            return chance.draw(p)
+        q, tokens = tree.drawn.q[row - 1], [paths[child][-1] for child in below]  # type: ignore[union-attr]
+        if fault == "order":
+            tokens.sort()
+        if fault == "q":
+            q = Sparse(q.ids, np.full(len(q.ids), 1 / len(q.ids)))
+        return recursive_rejection.choose(p, tokens, q, chance)
+
+    return verify([2, *tree.tokens.tolist()], [-1, *(tree.parents + 1).tolist()], draw)
+
+
+def law(one: Stand, draws: int, size: int, fault: str = "", cut: Callable[[DraftTree], int] = len) -> float:
+    """The p-value of the first two tokens that many drawn trees lead to."""
+    chance = RandomChance(np.random.default_rng(2))
+    counts = np.zeros((4, 4))
+    accepted = 0
+    for _ in range(draws):
+        asked = request([2], sampling(None, 0.7), "d", size, 2)
+        one.start(asked)
+        (tree,) = one.propose([replace(asked, may_draw=True)])
+        tree = tree.prefix(cut(tree))
+        emitted = walked(tree, chance, fault)
+        accepted += len(emitted) - 1
+        if len(emitted) == 1:
+            emitted.append(chance.draw(TARGET.after(emitted)))
+        counts[tuple(emitted[:2])] += 1
+    assert accepted > draws / 4  # that it means something
+    expected = TARGET.rows[2][:, None] * TARGET.rows
+    return float(chisquare(counts.ravel(), expected.ravel() * draws).pvalue)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+def test_drawn_trees_leave_the_target_its_law(size: int) -> None:
+    assert law(knowing(DRAFT), 20_000, size) > 1e-4
+
+
+def test_what_is_drawn_otherwise_does_not() -> None:
+    """Siblings in another order, another q than they were drawn from, and a tree that is cut by what it holds."""
+
+    def by_token(tree: DraftTree) -> int:
+        """All, or none where the first is improbable."""
+        q = tree.drawn.q[-1] if tree.drawn else None
+        assert q is not None
+        return len(tree) * bool(q.q[q.ids == tree.tokens[0]] > 0.4)
+
+    for fault in ("order", "q"):
+        assert law(knowing(DRAFT), 20_000, 5, fault) < 1e-6, fault
+    assert law(knowing(DRAFT), 20_000, 5, cut=by_token) < 1e-6
+    assert law(knowing(DRAFT), 20_000, 5, cut=lambda tree: 3) > 1e-4  # however it turned out
+
+
+def test_any_table_leaves_the_target_its_law_exactly() -> None:
+    """Every decision of the verifier, given the tree; trees by the law that they are drawn by."""
+    one = knowing(DRAFT)
+    tree = drawn_tree_of_root(one)
+    assert tree.drawn is not None
+    q = tree.drawn.q[-1]
+    assert len(q.ids) == 2  # sparse: of four tokens
+    assert tree.parents[:2].tolist() == [-1, -1]
+
+    def code(chance: Script) -> list[int]:
+        left, tokens = q.q.copy(), []
+        while left.any():
+            place = chance.draw(left)
+            left[place] = 0.0
+            tokens.append(int(q.ids[place]))
+
+        def draw(row: int, below: list[int]) -> int:
+            if row:
+                return chance.draw(TARGET.after([tokens[row - 1]]))
+            return recursive_rejection.choose(TARGET.rows[0], tokens, q, chance)
+
+        return verify([0, *tokens], [-1, *[0] * len(tokens)], draw)
+
+    assert law_of(code, TARGET, LENGTH) == pytest.approx(TARGET.law(LENGTH), abs=1e-13)
+
+
+def drawn_tree_of_root(one: Stand) -> DraftTree:
+    asked = request([2], sampling(None), "d", 8, 1)
+    one.start(asked)
+    return one.propose([replace(asked, may_draw=True)])[0]
+
+
+def test_the_table_may_change_before_a_tree_is_verified() -> None:
+    one = knowing(DRAFT)
+    tree = drawn_tree_of_root(one)
+    assert tree.drawn is not None
+    before = {node: Sparse(row.ids.copy(), row.q.copy()) for node, row in tree.drawn.q.items()}
+    tokens = tree.tokens.tolist()
+    one.table.weights[:] = 0.25
+    one.table.successors[:] = 3
+    for token in range(3):
+        teach(one, [token], [3, 2, 1], [0.8, 0.1, 0.1])
+    assert tree.tokens.tolist() == tokens
+    for node, row in tree.drawn.q.items():
+        assert row.ids.tolist() == before[node].ids.tolist()
+        assert row.q.tolist() == before[node].q.tolist()
+        assert row.q.sum() == pytest.approx(1.0)
+    assert drawn_tree_of_root(one).drawn.q[-1].ids.tolist() != before[-1].ids.tolist()  # type: ignore[union-attr]
+
+
+def test_drawn_nodes_that_were_not_verified_are_not_judged() -> None:
+    one = drafter(2, branches="drawn")
+    teach(one, [1, 2], [5, 6], [0.58, 0.42])
+    assert one._drawn is not None
+    before = one._drawn.calibration.trials.copy()
+    first = drawn_tree(one, budget=2).tokens[0]
+    one.observe(replace(rows([2, int(first)], [[5, 6]] * 2, [[0.6, 0.4]] * 2, [9]), request_ids=["d"]))
+    judged = one._drawn.calibration.trials != before
+    assert judged.sum() == 1  # of two
+    assert one._drawn.calibration.hits[judged] < one._drawn.calibration.trials[judged]
 
 
 def test_estimates_converge_to_the_true_frequencies_apart_for_greedy_requests() -> None:

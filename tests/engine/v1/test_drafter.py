@@ -6,6 +6,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -28,7 +29,7 @@ from vllm_ext.proposers.base import Proposer, Request, VerifiedRows
 from vllm_ext.proposers.budget import GoodputBudget
 from vllm_ext.proposers.ppd import PpdOptions
 from vllm_ext.proposers.token_recycling import TokenRecycling
-from vllm_ext.proposers.tree import DraftTree
+from vllm_ext.proposers.tree import DraftTree, SampledDrafts
 from vllm_ext.samplers.tree_walk import greedy_walk
 
 VOCAB = 50
@@ -494,6 +495,8 @@ def test_a_structured_tree_is_what_its_grammar_allows(drafter: Drafter, recorder
     counters = drafter.counters()
     assert (counters["fallbacks:structured_output_chain"], counters["fallbacks:no_grammar"]) == (0, 1)
     assert not any(request.chain for request in recorder.requests)
+    # A grammar prunes trees, so that they may not be drawn.
+    assert [request.may_draw for request in recorder.requests] == [False, True, False]
 
 
 def test_masks_are_of_structured_requests_with_drafts(drafter: Drafter) -> None:
@@ -532,6 +535,39 @@ def test_the_budget_cuts_what_is_scheduled_not_what_is_remembered(
     runner = Runner({"a": ([1], [4], params())}, [[1]])
     assert step(drafter, runner, [0], [[4]]) == [[7]]
     assert drafter.proposed["a"].tokens.tolist() == [7, 8, 9]
+
+
+def test_how_much_of_a_drawn_tree_is_verified_was_chosen_before_it_was_drawn(
+    drafter: Drafter, recorder: Recorder
+) -> None:
+    """By the tree before it: its own tokens may have no say."""
+    drafter.budget = budget = GoodputBudget(3)
+    budget._step = 100  # warm
+    for rows in range(1, 9):
+        for _ in range(40):
+            budget.cost.record(1.0, rows, 1, 2)
+    runner = Runner({"a": ([1], [4], params())}, [[1]])
+    likely, unlikely = (
+        DraftTree(
+            np.array([7, 8, 9], np.int32),
+            np.array([-1, 0, 1], np.int32),
+            np.array(chances, np.float32),
+            SampledDrafts({}),
+        )
+        for chances in ([0.9, 0.8, 0.7], [1e-5, 1e-6, 1e-7])
+    )
+    sizes = []
+    for tree in (likely, unlikely, likely, likely):
+        recorder.draft = tree
+        sizes.append(len(step(drafter, runner, [0], [[4]])[0]))
+    assert sizes == [0, 3, 0, 3]
+    recorder.draft = replace(unlikely, drawn=None)  # any other is cut by its own
+    assert step(drafter, runner, [0], [[4]]) == [[]]
+    # A request that comes gets what the last choice was on average.
+    assert budget.chosen("a") == budget.chosen("new") == 0
+    recorder.draft = likely
+    assert step(drafter, runner, [0], [[4]]) == [[]]
+    assert budget.chosen("a") == budget.chosen("new") == 3
 
 
 def test_the_budget_learns_from_steps_without_prompts(

@@ -24,6 +24,7 @@ def drafted_for(
     nodes: int,
     chain: bool,
     most_depth: int | None = None,
+    may_draw: bool = False,
 ) -> Request:
     """A request at the moment it is drafted for.
 
@@ -36,6 +37,7 @@ def drafted_for(
         nodes: most of its tree.
         chain: a tree cannot be verified for it.
         most_depth: of a node that can be, where that is not all there is room for.
+        may_draw: see `Request`.
     """
     # A step that accepts n drafts puts out n + 1 tokens.
     max_depth = max(left - 1, 0)
@@ -49,6 +51,7 @@ def drafted_for(
         max_depth=max_depth,
         sampling=sampling,
         chain=chain,
+        may_draw=may_draw,
     )
 
 
@@ -75,6 +78,7 @@ class BatchTexts:
         nodes: int,
         sampling: Sampling | None,
         chain: bool,
+        may_draw: bool,
     ) -> Request:
         """A request as it is drafted for, after a step that put out tokens.
 
@@ -86,6 +90,7 @@ class BatchTexts:
             nodes: most of its tree.
             sampling: how it samples, where that is known.
             chain: a tree cannot be verified for it.
+            may_draw: see `Request`.
         """
         batch = runner.input_batch
         name: str = batch.req_ids[slot]
@@ -108,6 +113,7 @@ class BatchTexts:
             left=left,
             nodes=min(nodes, (self._max_model_len - num_tokens) // self._per_node),
             chain=chain,
+            may_draw=may_draw,
         )
 
 

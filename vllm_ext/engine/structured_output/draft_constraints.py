@@ -60,6 +60,11 @@ class DraftConstraints:
         if self._ruled is not None:
             self._ruled.finish(request_id)
 
+    def has(self, request_id: str) -> bool:
+        """Whether a request is under a grammar or a rule, so that `apply` may prune its tree."""
+        structured = self.grammars is not None and self.grammars.has(request_id)
+        return structured or (self._ruled is not None and self._ruled.has(request_id))
+
     def apply(
         self, requests: Sequence[Request], outputs: Sequence[Sequence[int]], trees: Sequence[DraftTree]
     ) -> list[DraftTree]:
@@ -117,6 +122,10 @@ class RuledRequests:
         """A request is gone."""
         self._asking.pop(request_id, None)
         self._kept.pop(request_id, None)
+
+    def has(self, request_id: str) -> bool:
+        """Whether a request is under a rule."""
+        return request_id in self._asking
 
     def tree(self, request: Request, output: Sequence[int], tree: DraftTree) -> DraftTree:
         """What may be verified of a tree, with what is certain."""

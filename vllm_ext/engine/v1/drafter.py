@@ -271,11 +271,18 @@ class Drafter:
         """How many nodes of each tree the next step verifies: all where that was decided before they were drawn."""
         if self.budget is None:
             return [len(tree) for tree in trees]
+        names = [request.request_id for request in requests]
+        before = [self.budget.chosen(name) for name in names]
         sizes = self.budget.choose(
-            [request.request_id for request in requests],
+            names,
             [tree.probabilities for tree in trees],
             sum(len(request.tokens) for request in requests),
         )
+        # What was drawn may not say how much of itself is verified: the tree before it has.
+        sizes = [
+            size if tree.drawn is None else min(chosen, len(tree))
+            for tree, size, chosen in zip(trees, sizes, before, strict=True)
+        ]
         self._counters.show_budget(self.budget.state())
         if self._prompt_tokens is not None:
             # What a step has asked for the next one judges: prompt tokens alone are evidence of nothing, and a
@@ -385,7 +392,8 @@ class Drafter:
                 and not self.constraints.grammars
             ):
                 nodes = 0  # the core, which masks such rows, takes prompt tokens for text
-            request = self._texts.request(runner, slot, emitted, kept[slot], nodes, known, chain)
+            may_draw = not self.constraints.has(name)
+            request = self._texts.request(runner, slot, emitted, kept[slot], nodes, known, chain, may_draw)
             if not self._host.start(request):
                 continue
             if known is None and self._export is not None:

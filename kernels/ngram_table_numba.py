@@ -342,8 +342,7 @@ def draw_tree(
 ) -> int:
     tokens, parents = tree.tokens, tree.parents
     num_levels, num_ranks, num_shares, num_depths = classes.chances.shape
-    budget, width = len(tokens), table.successors.shape[1]
-    branches = min(num_ranks, width)
+    budget, width = len(tokens), q.shape[1]
     # The root's place is 0, node i's i + 1.
     depths = np.zeros(budget + 1, np.int64)
     levels = np.zeros(budget + 1, np.int64)
@@ -395,7 +394,7 @@ def draw_tree(
         left[above, drawn] = 0.0
         ranks[above] += 1
         values[above] = 0.0
-        if ranks[above] < branches:
+        if ranks[above] < num_ranks:  # of nothing left `_expected` is 0
             chances = classes.chances[level, rank + 1]
             values[above] = reached[above] * _expected(left[above], chances, classes.shares, depth)
     return count

@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,8 @@ os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 import numpy as np
 
 from vllm_ext.demo import embedded_model
+
+ASKED = ("samples", "temperature", "max_tokens", "dtype", "seed")  # options that the figures hold for
 
 
 def questions(source: str) -> list[str]:
@@ -63,12 +64,19 @@ def measure(
     by_problem = emitted / steps
     return {
         "method": method,
+        "asked": {**{name: getattr(options, name) for name in ASKED}, "prompts": Path(options.prompts).name},
         "tokens_a_step": float(emitted.sum() / steps.sum()),
         "standard_error": float(by_problem.std(ddof=1) / len(each) ** 0.5),
         "drafts_a_step": float(drafts.sum() / steps.sum()),
         "tokens": int(emitted.sum()),
         "by_problem": by_problem.round(3).tolist(),
     }
+
+
+def keep(file: Path, figures: dict[str, Any]) -> None:
+    """Add to the figures of a file."""
+    kept = json.loads(file.read_text()) if file.exists() else []
+    file.write_text(json.dumps([*kept, figures], indent=1) + "\n")
 
 
 def main() -> None:
@@ -86,31 +94,20 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--seed", type=int, default=0, help="of the engine")
-    parser.add_argument("--json", type=Path, help="where the figures are kept")
+    parser.add_argument("--json", type=Path, help="a file to whose figures these are added")
     options = parser.parse_args()
     model = options.model or str(embedded_model.ensure_model())
     prompts = questions(options.prompts)
-    figures = []
     for given in options.methods:
         method = json.loads(given) if given.startswith("{") else {"method": given}
-        figures.append(measure(model, method, prompts, options))
-        now = figures[-1]
+        now = measure(model, method, prompts, options)
         print(
             f"{json.dumps(method)}: {now['tokens_a_step']:.3f} ± {now['standard_error']:.3f} tokens a step, "
             f"{now['drafts_a_step']:.1f} drafts",
             flush=True,
         )
-    if options.json:
-        asked = {
-            name: getattr(options, name) for name in ("samples", "temperature", "max_tokens", "dtype", "seed")
-        }
-        asked["prompts"] = Path(options.prompts).name
-        options.json.write_text(
-            json.dumps(
-                {"machine": platform.processor() or platform.machine(), **asked, "figures": figures}, indent=1
-            )
-            + "\n"
-        )
+        if options.json:
+            keep(options.json, now)
 
 
 if __name__ == "__main__":

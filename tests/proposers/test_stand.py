@@ -11,6 +11,7 @@ import pytest
 from enumeration import Model, Script, law_of, verify
 from scipy.stats import chisquare
 
+from vllm_ext.kernels import ngram_table_numba
 from vllm_ext.kernels.chance import RandomChance
 from vllm_ext.kernels.sparse import Sparse
 from vllm_ext.proposers import stand
@@ -303,6 +304,47 @@ def test_drawn_nodes_that_were_not_verified_are_not_judged() -> None:
     judged = one._drawn.calibration.trials != before
     assert judged.sum() == 1  # of two
     assert one._drawn.calibration.hits[judged] < one._drawn.calibration.trials[judged]
+
+
+def test_what_became_of_drawn_trees_is_kept() -> None:
+    one, other = (drafter(2, branches="drawn") for _ in range(2))
+    for _ in range(9):
+        first = drawn_tree(one, budget=1).tokens
+        teach(one, [1, 2], [5, 6], [0.6, 0.4])
+        one.observe(
+            replace(
+                rows([2, *first.tolist()], [[5, 6]] * 2, [[0.6, 0.4]] * 2, [*first, 9])
+                if len(first)
+                else rows([2], [[5, 6]], [[0.6, 0.4]], [5]),
+                request_ids=["d"],
+            )
+        )
+    arrays = one.state_dict()
+    other.load_state_dict(arrays)
+    assert one._drawn is not None
+    assert other._drawn is not None
+    assert (one._drawn.calibration.trials > 8).any()
+    for name in ("hits", "trials"):
+        assert np.array_equal(
+            getattr(one._drawn.calibration, name), getattr(other._drawn.calibration, name)
+        ), name
+    with pytest.raises(ValueError, match="drawn_hits"):
+        drafter(2).load_state_dict(arrays)
+    with pytest.raises(ValueError, match="trials"):
+        other.load_state_dict(arrays | {"drawn_trials": -arrays["drawn_trials"]})
+
+
+def test_a_warm_drafter_compiles_nothing_more() -> None:
+    one = drafter(2, branches="drawn")
+    one.warm_up()
+    teach(one, [1, 2], [5, 6], [0.6, 0.4])
+    kernel = ngram_table_numba.compiled("draw_tree")
+    for how in (Sampling(1, 1, 0, 0, None), Sampling(0.5, 0.9, 40, 0.1, None)):
+        asked = replace(request([1, 2], how, "d"), may_draw=True)
+        one.start(asked)
+        assert len(one.propose([asked])[0])
+        one.finish("d")
+    assert len(kernel.signatures) == 1
 
 
 def test_estimates_converge_to_the_true_frequencies_apart_for_greedy_requests() -> None:

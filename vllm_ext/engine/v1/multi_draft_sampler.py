@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Verification of trees that were drawn from a draft model, inside vLLM's own sampler.
+"""Verification of trees that were drawn from a draft model or a table, inside vLLM's own sampler.
 
 The stock ``Sampler`` does all it does to a row's logits: penalties, masks, temperature, min-p, top-k and top-p. What is
 left is the target's distribution ``p``, and instead of the last draw from it comes the rule that fits how the

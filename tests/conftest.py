@@ -14,6 +14,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import forked_workers
 import pytest
 import slices
 from distribution import BLOCK_SIZE
@@ -169,6 +170,7 @@ def engine(
         if not own_core:
             patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
             options = {"distributed_executor_backend": "mp", **options}  # the worker stays in its own
+            forked_workers.use(patch)
         llm = LLM(model_dir, speculative_config=method, **{**ENGINE_OPTIONS, **options})
     yield llm
     # Time to save what it has learnt, also beside other engines: vLLM gives a script's engine five seconds.

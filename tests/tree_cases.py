@@ -4,18 +4,17 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from interpreter import IN_INTERPRETER
 
 from vllm_ext.kernels.backends import Backend
 from vllm_ext.kernels.kv_layouts import amx_layout, in_order, sizes, token, vec_layout
 from vllm_ext.kernels.tree_attention import PLAIN, Scoring, TreeRows, tree_attention
 
-IN_INTERPRETER = os.environ.get("TRITON_INTERPRET") == "1"
 BLOCK_SIZE = 16 if IN_INTERPRETER else 32
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # float32: sums of a few hundred products of size 1 in another order. 16 bits: both round a float32 of size 1

@@ -1,15 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Trees on the device: every form equals the readable one, integer for integer.
 
-Without a GPU the triton form runs through triton's interpreter, in a process of its own: see `test_top_k`.
+Without a GPU the triton form runs through triton's interpreter: see `test_triton_forms`.
 """
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,12 +13,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from interpreter import IN_INTERPRETER
 
 from vllm_ext.kernels.backends import Backend
 from vllm_ext.kernels.device_trees import RowLayout, SlotTrees, Walked, keep_first, lay_out, walk
 from vllm_ext.samplers.tree_walk import greedy_walk
 
-IN_INTERPRETER = os.environ.get("DEVICE_TREES_TEST_BACKEND") == "triton"
 FORMS: list[Backend] = ["triton"] if IN_INTERPRETER or torch.cuda.is_available() else ["torch", "numba"]
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SLOTS = 7
@@ -182,13 +178,3 @@ def test_walk_stays_where_it_may_not_go(form: Backend) -> None:
     assert path.tolist()[0] == [0, 1, 2, 3, 4]
     assert accepted.tolist() == [1, 1, 0, 0, 1, 0, 0, 0, 1, 0, 0, 0, 1, 1, 1, 1]
     assert totals.tolist() == [1 + 6, 1 + 4, 1 + 7, 1 + 3]
-
-
-@pytest.mark.skipif(IN_INTERPRETER, reason="the parent process starts the other")
-def test_the_triton_form_passes_this_file_through_the_interpreter() -> None:
-    env = os.environ | {"DEVICE_TREES_TEST_BACKEND": "triton", "TRITON_INTERPRET": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
-    run = subprocess.run(
-        command, env=env, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=False
-    )
-    assert run.returncode == 0, run.stdout + run.stderr

@@ -2,15 +2,10 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
 """Drawn trees on the device: the host's decisions for the same numbers, in every form, and the target's law.
 
-Without a GPU the triton form runs through triton's interpreter, in a process of its own: see `test_top_k`.
+Without a GPU the triton form runs through triton's interpreter: see `test_triton_forms`.
 """
 
 from __future__ import annotations
-
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 from drawn_cases import DEVICE, Batch, P, law, many_draws, one_row, random_batch
+from interpreter import IN_INTERPRETER
 from scipy import stats
 
 from vllm_ext.kernels.backends import Backend
@@ -27,7 +23,6 @@ from vllm_ext.kernels.drawn_rows_triton import _uniform
 from vllm_ext.kernels.sparse import Float64, Sparse
 from vllm_ext.samplers import k_seq, recursive_rejection
 
-IN_INTERPRETER = os.environ.get("DRAWN_ROWS_TEST_BACKEND") == "triton"
 FORMS: list[Backend] = ["triton"] if IN_INTERPRETER or torch.cuda.is_available() else ["torch", "numba"]
 every_form = pytest.mark.parametrize("form", FORMS)
 DRAWS = 20_000
@@ -216,13 +211,3 @@ def test_the_next_token_has_the_targets_law(kind: int, form: Backend) -> None:
 )
 def test_that_test_finds_faults(kind: int, fault: str) -> None:
     assert p_value(kind, fault, 1, FORMS[-1]) < LIKELY
-
-
-@pytest.mark.skipif(IN_INTERPRETER, reason="the parent process starts the other")
-def test_the_triton_form_passes_this_file_through_the_interpreter() -> None:
-    env = os.environ | {"DRAWN_ROWS_TEST_BACKEND": "triton", "TRITON_INTERPRET": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
-    run = subprocess.run(
-        command, env=env, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=False
-    )
-    assert run.returncode == 0, run.stdout + run.stderr

@@ -1,18 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Triton form of attention over encoded blocks beside the readable one, through the interpreter."""
+"""The Triton form of attention over encoded blocks beside the readable one: see `test_triton_forms`."""
 
 from __future__ import annotations
-
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 from encoded_caches import CODECS, Cache, draw, part
+from interpreter import IN_INTERPRETER
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 pytest.importorskip("triton")
 
 
@@ -25,7 +20,7 @@ def filled(name: str, dtype: torch.dtype, lengths: list[int]) -> tuple[Cache, Ca
     return caches
 
 
-@pytest.mark.skipif(not INTERPRETED, reason="runs in a process of its own, below")
+@pytest.mark.skipif(not IN_INTERPRETER, reason="runs in a process of its own")
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [
@@ -53,7 +48,7 @@ def test_rows_that_decode(name: str, dtype: torch.dtype) -> None:
         torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.skipif(not INTERPRETED, reason="runs in a process of its own, below")
+@pytest.mark.skipif(not IN_INTERPRETER, reason="runs in a process of its own")
 def test_blocks_are_what_is_read() -> None:
     """Other bytes in an encoded block are other outputs."""
     _, cache = filled("kivi", torch.float32, [190])
@@ -72,12 +67,3 @@ def test_what_it_has_not_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         cache = Cache(CODECS[name], torch.float32, [100], "triton")
         with pytest.raises(ValueError, match=says):
             cache.step([0], [part(draw(100, 0), 0, 100)])
-
-
-@pytest.mark.skipif(INTERPRETED, reason="is the process that starts the other")
-def test_it_passes_this_file_through_the_interpreter() -> None:
-    env = os.environ | {"TRITON_INTERPRET": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
-    run = subprocess.run(command, env=env, cwd=Path(__file__).parents[2], capture_output=True, text=True)
-    assert run.returncode == 0, run.stdout + run.stderr
-    assert "5 passed, 1 skipped" in run.stdout, run.stdout

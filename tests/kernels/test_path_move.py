@@ -3,18 +3,13 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
+from interpreter import IN_INTERPRETER
 
 from vllm_ext.kernels.backends import Backend
 from vllm_ext.kernels.path_move import Caches, move_paths
 
-IN_INTERPRETER = os.environ.get("PATH_MOVE_TEST_BACKEND") == "triton"
 FORMS: list[Backend] = ["triton"] if IN_INTERPRETER or torch.cuda.is_available() else ["torch", "numba"]
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -45,13 +40,3 @@ def test_tokens_move_as_the_contract_says(dtype: torch.dtype, order: tuple[int, 
 def test_caches_of_several_kinds_are_refused() -> None:
     with pytest.raises(ValueError, match=r"caches of 2 kinds .* one Caches for each kind"):
         Caches([torch.zeros(1, 2, 3, 4), torch.zeros(1, 2, 3, 5)])
-
-
-@pytest.mark.skipif(IN_INTERPRETER, reason="the parent process starts the other")
-def test_the_triton_form_passes_this_file_through_the_interpreter() -> None:
-    env = os.environ | {"PATH_MOVE_TEST_BACKEND": "triton", "TRITON_INTERPRET": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
-    run = subprocess.run(
-        command, env=env, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=False
-    )
-    assert run.returncode == 0, run.stdout + run.stderr

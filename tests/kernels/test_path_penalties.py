@@ -1,23 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Penalties and bad words along the paths of trees: every form equals the readable one; a chain has vLLM's.
 
-Without a GPU the triton form runs through triton's interpreter, in a process of its own: see `test_top_k`.
+Without a GPU the triton form runs through triton's interpreter: see `test_triton_forms`.
 """
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
+from interpreter import IN_INTERPRETER
 
 from vllm_ext.kernels.backends import Backend
 from vllm_ext.kernels.path_penalties import forbid, penalise
 
-IN_INTERPRETER = os.environ.get("PATH_PENALTIES_TEST_BACKEND") == "triton"
 FORMS: list[Backend] = ["triton"] if IN_INTERPRETER or torch.cuda.is_available() else ["torch", "numba"]
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 VOCAB, SLOTS = 50, 4
@@ -124,13 +119,3 @@ def test_words_are_those_of_the_path(form: Backend) -> None:
     # Row 3 (tokens 8, 10) is behind rows 1 and the root; row 2 (token 9) is the root's.
     assert forbidden[:6] == [[20, 23], [20], [20, 22], [20, 21], [20], [20]]
     assert forbidden[6:9] == [[], [], [25]]
-
-
-@pytest.mark.skipif(IN_INTERPRETER, reason="the parent process starts the other")
-def test_the_triton_form_passes_this_file_through_the_interpreter() -> None:
-    env = os.environ | {"PATH_PENALTIES_TEST_BACKEND": "triton", "TRITON_INTERPRET": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
-    run = subprocess.run(
-        command, env=env, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=False
-    )
-    assert run.returncode == 0, run.stdout + run.stderr

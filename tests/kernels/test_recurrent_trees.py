@@ -1,29 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
 """Trees in recurrent layers: every form against a float64 scan of each row's own path, and against vLLM's own scans.
 
-The triton form runs through the interpreter, in a process of its own: see `test_path_move`.
+The triton form runs through the interpreter: see `test_triton_forms`.
 """
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from interpreter import IN_INTERPRETER
 from recurrent_cases import MIXED_LAYERS, Layer, conv, convolved, layer, right, scanned
 from tree_cases import SENTINEL, binary, chain, ints, random_tree, star
 
 from vllm_ext.kernels.backends import Backend
 from vllm_ext.kernels.recurrent_trees import recurrent_trees
 
-IN_INTERPRETER = os.environ.get("RECURRENT_TREES_TEST_BACKEND") == "triton"
 FORMS: list[Backend] = ["triton"] if IN_INTERPRETER or torch.cuda.is_available() else ["torch", "numba"]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ORDERS = [(0, 1, 2), (0, 2, 1), (2, 1, 0)]  # vLLM's on a GPU; with values side by side, as on CPUs; any other
@@ -308,13 +304,3 @@ def test_what_does_not_fit_is_refused() -> None:
             call(**{name: value})
     with pytest.raises(ValueError, match="max_rows=0"):
         call(max_rows=0)
-
-
-@pytest.mark.skipif(IN_INTERPRETER, reason="the parent process starts the other")
-def test_the_triton_form_passes_this_file_through_the_interpreter() -> None:
-    env = os.environ | {"RECURRENT_TREES_TEST_BACKEND": "triton", "TRITON_INTERPRET": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
-    run = subprocess.run(
-        command, env=env, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=False
-    )
-    assert run.returncode == 0, run.stdout + run.stderr

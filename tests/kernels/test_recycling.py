@@ -2,21 +2,18 @@
 """Token Recycling on the device: every form equals the readable one, and the host's drafter.
 
 Steps are played as an engine has them: prompts, trees that are verified, learnt from and grown again. Without a GPU the
-triton form runs through triton's interpreter, in a process of its own: see `test_top_k`.
+triton form runs through triton's interpreter: see `test_triton_forms`.
 """
 
 from __future__ import annotations
 
 import itertools
-import os
-import subprocess
-import sys
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from interpreter import IN_INTERPRETER
 
 from vllm_ext.kernels import best_first_tree
 from vllm_ext.kernels.backends import Backend
@@ -35,7 +32,6 @@ from vllm_ext.kernels.recycling import (
 from vllm_ext.proposers import token_recycling_template
 from vllm_ext.proposers.token_recycling import SHARES
 
-IN_INTERPRETER = os.environ.get("RECYCLING_TEST_BACKEND") == "triton"
 FORMS: list[Backend] = ["triton"] if IN_INTERPRETER or torch.cuda.is_available() else ["torch", "numba"]
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SLOTS, ROOM, DEPTHS = 5, 200, 4
@@ -346,14 +342,3 @@ def test_right_nodes_count(form: Backend) -> None:
     assert changed.tolist() == sorted(group.tolist())
     assert (device.calibration.estimates.view(-1)[group] > before.view(-1)[group]).all()
     assert (device.calibration.estimates.view(-1)[group] > 0.7).all()
-
-
-@pytest.mark.skipif(IN_INTERPRETER, reason="the parent process starts the other")
-@pytest.mark.parametrize("which", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
-def test_the_triton_form_passes_this_file_through_the_interpreter(which: str) -> None:
-    env = os.environ | {"RECYCLING_TEST_BACKEND": "triton", "TRITON_INTERPRET": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", which, __file__]
-    run = subprocess.run(
-        command, env=env, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=False
-    )
-    assert run.returncode == 0, run.stdout + run.stderr

@@ -1,30 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every backend of `top_k_ids` against the contract, integer for integer.
 
-Without a GPU the triton form runs through triton's interpreter, which has to be chosen before
-triton is imported. So as not to choose it for the other tests of this process, the last test here
-runs this very file again in a process of its own, with `TOP_K_TEST_BACKEND=triton`.
+Without a GPU the triton form runs through triton's interpreter: see `test_triton_forms`.
 """
 
 import math
-import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, Literal
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from interpreter import IN_INTERPRETER
 from top_k_cases import INF, NAN, contract, random_logits, special, strided, tied
 
 from vllm_ext.kernels.top_k import top_k_ids
 
 Backend = Literal["auto", "torch", "numba", "triton"]
 
-IN_INTERPRETER = os.environ.get("TOP_K_TEST_BACKEND") == "triton"
 BACKENDS: list[Backend] = ["torch", "numba"]
 if IN_INTERPRETER:
     BACKENDS = ["triton"]
@@ -194,12 +190,3 @@ assert "vllm_ext.kernels.top_k_numba" in sys.modules
 assert "vllm_ext.kernels.top_k_triton" not in sys.modules
 """
         subprocess.run([sys.executable, "-c", code], check=True)
-
-    def test_the_triton_form_passes_this_file_through_the_interpreter(self) -> None:
-        env = os.environ | {"TOP_K_TEST_BACKEND": "triton", "TRITON_INTERPRET": "1"}
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
-        command += ["-k", "not InTheParentProcess", __file__]
-        root = Path(__file__).parents[2]
-        run = subprocess.run(command, env=env, cwd=root, capture_output=True, text=True)
-        assert run.returncode == 0, run.stdout + run.stderr
-        assert "skipped" not in run.stdout

@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every backend of `tree_attention` against the reference, and the reference against a float64 loop.
 
-Without a GPU the triton form runs through triton's interpreter, which has to be chosen before triton is
-imported. So as not to choose it for the other tests of this process, the last test here runs this very file
-again in a process of its own, with `TREE_ATTENTION_TEST_BACKEND=triton`.
+Without a GPU the triton form runs through triton's interpreter: see `test_triton_forms`.
 """
 
 import ctypes
@@ -12,13 +10,13 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from interpreter import IN_INTERPRETER
 from tree_cases import (
     CPU_LAYOUTS,
     DTYPES,
@@ -43,7 +41,6 @@ from vllm_ext.kernels.backends import Backend
 from vllm_ext.kernels.kv_layouts import amx_layout, in_order, tokens_at, vec_layout
 from vllm_ext.kernels.tree_attention import Scoring, TreeRows, tree_attention
 
-IN_INTERPRETER = os.environ.get("TREE_ATTENTION_TEST_BACKEND") == "triton"
 BACKENDS: list[Backend] = ["numba"]
 if IN_INTERPRETER:
     BACKENDS = ["triton"]
@@ -556,12 +553,3 @@ assert not {m for m in loaded if m.startswith(("numba", "triton"))}, loaded
                 )
                 at = int(alone.first_row[0])
                 assert torch.equal(replace(case, trees=alone).run("numba")[at], together[at])
-
-    def test_the_triton_form_passes_this_file_through_the_interpreter(self) -> None:
-        env = os.environ | {"TREE_ATTENTION_TEST_BACKEND": "triton", "TRITON_INTERPRET": "1"}
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
-        command += ["-k", "not InTheParentProcess", __file__]
-        root = Path(__file__).parents[2]
-        run = subprocess.run(command, env=env, cwd=root, capture_output=True, text=True)
-        assert run.returncode == 0, run.stdout + run.stderr
-        assert "skipped" not in run.stdout

@@ -1,16 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """What tree attention does on a device alone: shares of keys, buffers for captured graphs, FlashAttention before it.
 
-`test_tree_attention` has what holds for all forms. Without a GPU this file runs through Triton's interpreter, in a
-process of its own that the last test starts.
+`test_tree_attention` has what holds for all forms. Without a GPU this file runs through Triton's interpreter: see
+`test_triton_forms`.
 """
 
 from __future__ import annotations
 
 import functools
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +18,7 @@ import torch
 from flash_attention import flash_attn_varlen_func
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from interpreter import IN_INTERPRETER
 from tree_cases import (
     DTYPES,
     MIXED,
@@ -46,9 +44,8 @@ from vllm_ext.kernels.attend_nodes_ref import attend_context_ref
 from vllm_ext.kernels.backends import Backend
 from vllm_ext.kernels.tree_attention import Scoring, TreeRows, tree_attention
 
-IN_INTERPRETER = os.environ.get("TREE_DEVICE_TEST_BACKEND") == "triton"
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-device_only = pytest.mark.skipif(not IN_INTERPRETER and DEVICE == "cpu", reason="run by the last test")
+device_only = pytest.mark.skipif(not IN_INTERPRETER and DEVICE == "cpu", reason="run in the interpreter")
 FORMS: list[Backend] = ["torch", "triton"] if IN_INTERPRETER or DEVICE == "cuda" else ["torch"]
 BITS_FORMS: list[Backend] = [*FORMS, "numba"] if DEVICE == "cpu" else FORMS
 
@@ -534,12 +531,3 @@ def test_nothing_is_asked_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None
         launched.clear()
     assert runs[0] == runs[1]
     assert [name for name, _ in runs[0]] == ["_ancestor_bits", "_attend", "_attend", "_add_up", "_attend"]
-
-
-@pytest.mark.skipif(IN_INTERPRETER, reason="the parent process starts the other")
-@pytest.mark.parametrize("which", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
-def test_this_file_passes_through_the_interpreter(which: str) -> None:
-    env = os.environ | {"TREE_DEVICE_TEST_BACKEND": "triton", "TRITON_INTERPRET": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", which, __file__]
-    run = subprocess.run(command, env=env, cwd=Path(__file__).parents[2], capture_output=True, text=True)
-    assert run.returncode == 0, run.stdout + run.stderr

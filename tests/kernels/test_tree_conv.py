@@ -1,29 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
 """Convolution of trees' rows: every form against float64, and the state it leaves, exactly.
 
-The triton form runs through the interpreter, in a process of its own: see `test_path_move`. Steps replayed one after
+The triton form runs through the interpreter: see `test_triton_forms`. Steps replayed one after
 the other are in `test_recurrent_trees`.
 """
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from interpreter import IN_INTERPRETER
 from recurrent_cases import Conv, conv, right_conv
 from tree_cases import SENTINEL, binary, chain, ints, random_tree
 
 from vllm_ext.kernels.backends import Backend
 from vllm_ext.kernels.tree_conv import tree_conv
 
-IN_INTERPRETER = os.environ.get("TREE_CONV_TEST_BACKEND") == "triton"
 FORMS: list[Backend] = ["triton"] if IN_INTERPRETER or torch.cuda.is_available() else ["torch", "numba"]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LIMIT = {torch.float32: 1e-6, torch.bfloat16: 2**-7, torch.float16: 2**-10}  # of the largest value
@@ -127,13 +123,3 @@ def test_what_does_not_fit_is_refused() -> None:
     ]:
         with pytest.raises(ValueError, match=message):
             tree_conv(**(fields | {name: value}), backend=FORMS[0])
-
-
-@pytest.mark.skipif(IN_INTERPRETER, reason="the parent process starts the other")
-def test_the_triton_form_passes_this_file_through_the_interpreter() -> None:
-    env = os.environ | {"TREE_CONV_TEST_BACKEND": "triton", "TRITON_INTERPRET": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
-    run = subprocess.run(
-        command, env=env, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=False
-    )
-    assert run.returncode == 0, run.stdout + run.stderr

@@ -45,7 +45,7 @@ def test_entropies_and_ranks_are_the_models(model_dir: str, plain_llm: Any) -> N
     tokenizer = plain_llm.get_tokenizer()
     texts = [
         Text(tokenizer.encode(file.read_text(), add_special_tokens=False)[at : at + size], counts_from)
-        for file, at, size, counts_from in zip(FILES, (50, 0, 900), (600, 400, 700), (1, 350, 3), strict=True)
+        for file, at, size, counts_from in zip(FILES, (50, 0, 900), (300, 200, 350), (1, 150, 3), strict=True)
     ]
     llm: Any = SimpleNamespace(
         generate=plain_llm.generate, collective_rpc=lambda name: plain_llm.collective_rpc(read)
@@ -55,7 +55,7 @@ def test_entropies_and_ranks_are_the_models(model_dir: str, plain_llm: Any) -> N
         found = read_by(llm, texts, lambda *report: reports.append(report))
     finally:
         plain_llm.collective_rpc(release)
-    assert reports[-1] == ("reading", 599 + 50 + 697, 599 + 50 + 697)
+    assert reports[-1] == ("reading", 299 + 50 + 347, 299 + 50 + 347)
 
     prompts = [{"prompt_token_ids": text.tokens} for text in texts]
     outputs = plain_llm.generate(

@@ -37,7 +37,7 @@ def counters(llm: Any) -> dict[str, int]:
     return result
 
 
-@pytest.mark.parametrize("number", [16, pytest.param(40, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("number", [10, pytest.param(40, marks=pytest.mark.slow)])
 def test_mixed_prompts_at_batch_1_and_4(plain_llm: Any, tested_llm: Any, enough: int, number: int) -> None:
     prompts = shared_prompts(number)
     before = counters(tested_llm)

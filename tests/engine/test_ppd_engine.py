@@ -47,7 +47,7 @@ def test_prompt_tokens_that_know_everything(
     folder, after = cycle
     model = tiny_prompts.knowing(tmp_path / "prompts", far)
     prompts = [[3], list(range(5, 60)), [9] * 130, [700, 20]]
-    params = SamplingParams(temperature=0, max_tokens=102, ignore_eos=True)
+    params = SamplingParams(temperature=0, max_tokens=50, ignore_eos=True)
     for llm in engine(folder, ppd(model), **OPTIONS, max_num_batched_tokens=64):
         answers = generate(llm, prompts, [params] * 4)
         totals = counters(llm)
@@ -63,7 +63,7 @@ def test_prompt_tokens_that_know_everything(
         assert accepted == 0
     else:
         # The prompt's token, one of the step that asks first, then four a step.
-        assert (accepted, steps) == (4 * 75, 4 * 27)
+        assert (accepted, steps) == (4 * 36, 4 * 14)
 
 
 @pytest.fixture(scope="module")
@@ -90,7 +90,8 @@ def test_greedy_and_seeded_output_is_plains(plain_slice_llm: Any, drafting: Any)
     singles = [generate(plain_slice_llm, [p], [kind]) for p, kind in zip(inputs, KINDS, strict=False)]
     before = preemptions(drafting)
     for again in range(2):
-        assert_same_outputs(wanted, generate(drafting, inputs, params))
+        count = 4 if again else 10
+        assert_same_outputs(wanted[:count], generate(drafting, inputs[:count], params[:count]))
         for prompt, kind, single in zip(inputs, KINDS, singles, strict=False):
             # One at a time: plain vLLM stops at a seeded request whose prompt comes in chunks.
             assert_same_outputs(single, generate(drafting, [prompt], [kind]))

@@ -90,7 +90,7 @@ def test_requests_that_sample(v2_same: tuple[str, Any]) -> None:
         steps = counters(llm)["spec_steps"] - before["spec_steps"]
         assert steps == 4 * (1 + math.ceil(19 / (1 + depth)))
     # Each time another draw.
-    assert found != tokens(generate(llm, prompts(4), kinds))
+    assert found[:2] != tokens(generate(llm, prompts(4)[:2], kinds[:2]))
 
 
 def test_drawn_trees_beside_others(v2_plain: Any, v2_same: tuple[str, Any]) -> None:

@@ -148,7 +148,7 @@ def test_all_kinds_in_one_batch(v2_plain: Any, v2_either: Any, monkeypatch: pyte
     for reason in ("structured_output_chain", "no_grammar", "proposer_error", "model_chain"):
         assert new[f"fallbacks:{reason}"] == 0, reason
     monkeypatch.setattr(KnownTrees, "_rows", masks_of_the_flat_list)
-    assert tokens(generate(v2_either, texts, kinds)) != tokens(expected)
+    assert tokens(generate(v2_either, texts[:5], kinds[:5])) != tokens(expected)[:5]
 
 
 def test_branches_under_a_grammar(v2_plain: Any, v2_either: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,7 +173,7 @@ def test_branches_under_a_grammar(v2_plain: Any, v2_either: Any, monkeypatch: py
 @pytest.mark.quick
 def test_forced_text_is_drafted(v2_plain: Any, v2_either: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Names of properties, whatever a drafter knows; without it far fewer drafts are accepted."""
-    kinds = [under(RECORD, max_tokens=40, temperature=1.0, seed=seed) for seed in range(2)]
+    kinds = [under(RECORD, max_tokens=28, temperature=1.0, seed=seed) for seed in range(2)]
     texts = prompts(2, seed=35)
     expected = tokens(generate(v2_plain, texts, kinds))
 

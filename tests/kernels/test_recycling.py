@@ -217,7 +217,7 @@ def test_the_forms_are_one(width: int, nodes: int, longest: int, static: bool, f
     """Few places, so that contexts and pairs meet in them."""
     template = torch.from_numpy(token_recycling_template.positions(width)).to(DEVICE) if static else None
     devices = [Device(backend, 12, width, nodes, longest, 16, 32, template) for backend in (form, "torch")]
-    outputs = played(devices, 14, 12)
+    outputs = played(devices, 9 if IN_INTERPRETER else 14, 12)
     assert sum(len(emitted) > 1 for step in outputs for emitted in step) > 5  # drafts are accepted
     for (name, part), other in zip(devices[0].parts().items(), devices[1].parts().values(), strict=True):
         assert torch.equal(part, other), name
@@ -247,8 +247,8 @@ def test_trees_and_tables_are_the_hosts(form: Backend) -> None:
     generator = torch.Generator().manual_seed(2)
     slots = torch.tensor([2, 1], device=DEVICE)
     zeros = torch.zeros(SLOTS, dtype=torch.int32, device=DEVICE)
-    agreed = 0
-    for _ in range(10):
+    agreed, steps = 0, 6 if IN_INTERPRETER else 10
+    for _ in range(steps):
         drafts = device.propose(slots, zeros, zeros + 5)
         contexts = np.full((2, longest), EMPTY, np.int32)
         for row, slot in zip(contexts, slots.tolist(), strict=True):
@@ -295,7 +295,7 @@ def test_trees_and_tables_are_the_hosts(form: Backend) -> None:
             tell(slot)
         assert np.array_equal(device.tables.successors[:vocab].cpu().numpy(), host.successors[:vocab])
         assert np.array_equal(device.tables.classes[:vocab].cpu().numpy(), host.bases[:vocab])
-    assert agreed > 150
+    assert agreed > 15 * steps
     assert int((device.tables.pair_keys != 0).sum()) == int((host.pair_keys != 0).sum()) > 20
     assert int((device.tables.text_keys != 0).sum()) == int((host.text_keys != 0).sum()) > 40
 

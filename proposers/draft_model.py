@@ -117,6 +117,7 @@ class DraftModelProposer(Proposer):
         # Of the last `propose`: forward passes, the one for the roots left out, and `TreeBuilder.reached` by request.
         self.passes = 0
         self.reached: dict[str, list[float]] = {}
+        self.first: dict[str, Sparse] = {}  # by request, the draft's distribution after the root
 
     @classmethod
     def from_options(cls, options: DraftModelOptions, vocab_size: int) -> DraftModelProposer:
@@ -153,7 +154,7 @@ class DraftModelProposer(Proposer):
     def propose(self, requests: Sequence[Request]) -> list[DraftTree]:
         """See `Proposer.propose`. A drawn tree is to be verified as it is, not cut by what it holds."""
         self.passes = 0
-        self.reached = {}
+        self.reached, self.first = {}, {}
         asked = [request for request in requests if self.drafts(request)]
         if not asked:
             return [DraftTree.empty() for _ in requests]
@@ -180,6 +181,7 @@ class DraftModelProposer(Proposer):
 
         grow(builders, distributions, self.least_reach)
         self.reached = {r.request_id: b.reached for r, b in zip(asked, builders, strict=True)}
+        self.first = {r.request_id: b.q[ROOT] for r, b in zip(asked, builders, strict=True) if ROOT in b.q}
         trees = iter(builder.tree() for builder in builders)
         return [next(trees) if self.drafts(request) else DraftTree.empty() for request in requests]
 

@@ -8,7 +8,7 @@ promises too much is discounted, and agreement counts for what it is worth on th
 
 Source: the fusion of retrieval and drafter trees along common prefixes of RASD, arXiv 2503.03434. Deviations: any
 set of drafters, one learnt estimate instead of fixed shares of the budget, no pruning by a draft model's first
-distribution: where one is asked, it goes on below the others' nodes (`joint_tree`).
+distribution: where one is asked, it goes on below the others' nodes (`joint_tree`). As published: `rasd`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, ClassVar, TypeGuard
+from typing import Any, ClassVar, Literal, TypeGuard
 
 import numpy as np
 from pydantic import Field, ValidationError, field_validator
@@ -40,6 +40,7 @@ from vllm_ext.proposers.vllm_chain import VllmChain, VllmChainOptions
 BOUNDS: Float32 = np.array(
     [0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.96], np.float32
 )  # between bins
+FUSING = ("hybrid", "rasd")  # methods with drafters
 MAX_DRAFTERS = 4  # 15 sets times 13 bins are 195 groups; a group is a byte
 # Prior: a bin's middle, for one drafter; every further one that agrees takes a third off the doubt.
 AGREEMENT = 2 / 3
@@ -86,10 +87,12 @@ def make_options(drafter: dict[str, Any] | str) -> tuple[type[Proposer], MethodO
     """
     options = {"method": drafter} if isinstance(drafter, str) else dict(drafter)
     name = options.pop("method", None)
-    if name == "hybrid":
-        raise ValueError("drafters: 'hybrid' cannot be one of its own drafters; name the methods themselves")
+    if name in FUSING:
+        raise ValueError(
+            f"drafters: {name!r} cannot be one of its own drafters, or of another's; name the methods themselves"
+        )
     if not isinstance(name, str) or name not in (*registry.METHODS, VLLM):
-        allowed = [m for m in registry.METHODS if m != "hybrid"]
+        allowed = [m for m in registry.METHODS if m not in FUSING]
         raise ValueError(registry.unknown_method(name, [*allowed, VLLM]))
     for field in MethodOptions.model_fields:
         if field in options:
@@ -124,10 +127,8 @@ def draft_of(options: MethodOptions) -> DraftOptions | None:
     """Of the heads or the model that a method asks, alone or among others; None: it asks none."""
     if isinstance(options, DraftOptions):
         return options
-    if isinstance(options, HybridOptions):
-        own = [own for _, own in map(make_options, options.drafters)]
-        return next((each for each in own if isinstance(each, DraftOptions)), None)
-    return None
+    own = [own for _, own in map(make_options, getattr(options, "drafters", ()))]
+    return next((each for each in own if isinstance(each, DraftOptions)), None)
 
 
 def chains_of(options: MethodOptions) -> list[VllmChainOptions]:
@@ -164,7 +165,7 @@ class Hybrid(Proposer):
         drafters: up to four.
     """
 
-    on_v2 = "device"
+    on_v2: ClassVar[Literal["device", "host"] | None] = "device"
     summary: ClassVar[str] = "several drafters' trees as one, by what each was worth so far"
     paper: ClassVar[str] = "arXiv 2503.03434"
     Options: ClassVar[type[MethodOptions]] = HybridOptions
@@ -185,7 +186,7 @@ class Hybrid(Proposer):
         self.draft_seconds = 0.0  # of the last time that it drafted
 
     @classmethod
-    def from_options(cls, options: HybridOptions, vocab_size: int) -> Hybrid:
+    def from_options(cls, options: Any, vocab_size: int) -> Hybrid:
         """See `Proposer.from_options`."""
         made = []
         for proposer, own in map(make_options, options.drafters):
@@ -198,7 +199,7 @@ class Hybrid(Proposer):
         return cls(made)
 
     @classmethod
-    def check(cls, options: HybridOptions, vocab_size: int, tokenizer_hash: Callable[[], str]) -> None:
+    def check(cls, options: Any, vocab_size: int, tokenizer_hash: Callable[[], str]) -> None:
         """See `Proposer.check`."""
         for proposer, own in map(make_options, options.drafters):
             proposer.check(own, vocab_size, tokenizer_hash)

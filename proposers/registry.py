@@ -18,6 +18,7 @@ METHODS: dict[str, str] = {
     "input_copy": "vllm_ext.proposers.input_copy:InputCopy",
     "rest": "vllm_ext.proposers.rest:Rest",
     "hybrid": "vllm_ext.proposers.hybrid:Hybrid",
+    "rasd": "vllm_ext.proposers.rasd:Rasd",
     "dyspec": "vllm_ext.proposers.dyspec:DySpec",
     "rsd_c": "vllm_ext.proposers.rsd:RsdC",
     "rsd_s": "vllm_ext.proposers.rsd:RsdS",

@@ -129,7 +129,7 @@ def test_where_methods_draft_on_v2() -> None:
     places = {name: load_method(name).on_v2 for name in METHODS}
     with_model = {name for name in METHODS if issubclass(load_method(name), DraftModelProposer)}
     on_device = {name for name, place in places.items() if place == "device"}
-    assert {name for name, place in places.items() if place is None} == {"del", "ppd"}
+    assert {name for name, place in places.items() if place is None} == {"del", "ppd", "rasd"}
     assert on_device == with_model - {"del"} | {"token_recycling", "hybrid"}
 
 

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
-from scripted_proposer import Scripted, request, tree, verified
+from scripted import Scripted, paths, request, tree, trees, verified
 
 from vllm_ext.kernels.fuse_trees import fuse_trees
 from vllm_ext.kernels.fuse_trees_ref import fuse_trees_ref
@@ -23,29 +23,6 @@ from vllm_ext.proposers.hybrid import BOUNDS, Hybrid, HybridOptions
 from vllm_ext.proposers.tree import DraftTree
 
 NGRAM = {"method": "vllm", "speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}
-
-
-def paths(of: DraftTree) -> dict[tuple[int, ...], float]:
-    found: list[tuple[int, ...]] = []
-    for token, parent in zip(of.tokens.tolist(), of.parents.tolist(), strict=True):
-        found.append((*(found[parent] if parent >= 0 else ()), token))
-    return dict(zip(found, of.probabilities.tolist(), strict=True))
-
-
-@st.composite
-def trees(draw: st.DrawFn) -> DraftTree:
-    """Any valid tree over a few tokens; probabilities are eighths, so that equal ones are common."""
-    nodes: dict[tuple[int, ...], float] = {}
-    for _ in range(draw(st.integers(0, 10))):
-        above = draw(st.sampled_from([(), *nodes]))
-        path = (*above, draw(st.integers(0, 3)))
-        nodes.setdefault(path, draw(st.integers(0, 8)) / 8 * (nodes[above] if above else 1.0))
-    place = {path: i for i, path in enumerate(nodes)}
-    return DraftTree.from_nodes(
-        np.array([path[-1] for path in nodes], np.int32),
-        np.array([place.get(path[:-1], -1) for path in nodes], np.int32),
-        np.array(list(nodes.values()), np.float32),
-    )
 
 
 @given(st.lists(trees(), min_size=1, max_size=3), st.integers(-1, 40), st.integers(0, 99))

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from scripted_proposer import Scripted, request, tree, verified
+from scripted import Scripted, request, tree, verified
 
 from vllm_ext.proposers.hybrid import Hybrid
 from vllm_ext.proposers.tree import DraftTree

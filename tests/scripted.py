@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A drafter that proposes what it is told to, and what a hybrid is given."""
+"""Drafters that say what they are told, and any trees, for what fuses them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 import numpy as np
+from hypothesis import strategies as st
 
 from vllm_ext.proposers.base import MethodOptions, Proposer, Request, Sampling, VerifiedRows
 from vllm_ext.proposers.tree import DraftTree
@@ -62,4 +63,27 @@ def verified(emitted: list[int], width: int = 0, name: str = "r") -> VerifiedRow
         np.arange(width, dtype=np.int32)[None],
         np.zeros((1, width), np.float32),
         [emitted],
+    )
+
+
+def paths(of: DraftTree) -> dict[tuple[int, ...], float]:
+    found: list[tuple[int, ...]] = []
+    for token, parent in zip(of.tokens.tolist(), of.parents.tolist(), strict=True):
+        found.append((*(found[parent] if parent >= 0 else ()), token))
+    return dict(zip(found, of.probabilities.tolist(), strict=True))
+
+
+@st.composite
+def trees(draw: st.DrawFn) -> DraftTree:
+    """Any valid tree over a few tokens; probabilities are eighths, so that equal ones are common."""
+    nodes: dict[tuple[int, ...], float] = {}
+    for _ in range(draw(st.integers(0, 10))):
+        above = draw(st.sampled_from([(), *nodes]))
+        path = (*above, draw(st.integers(0, 3)))
+        nodes.setdefault(path, draw(st.integers(0, 8)) / 8 * (nodes[above] if above else 1.0))
+    place = {path: i for i, path in enumerate(nodes)}
+    return DraftTree.from_nodes(
+        np.array([path[-1] for path in nodes], np.int32),
+        np.array([place.get(path[:-1], -1) for path in nodes], np.int32),
+        np.array(list(nodes.values()), np.float32),
     )

@@ -1,0 +1,226 @@
+# SPDX-License-Identifier: Apache-2.0
+"""RASD: what was retrieved, as far as the draft model finds its first token plausible, fused with the draft's tree.
+
+Retrieved continuations are a tree with the shares of their counts. Those whose first token is not among the draft's
+likeliest at the root are pruned; the others are ranked by the draft's chance of that token times their share, and cut
+to a budget of their own. What is left is joined to the draft's tree along the longest common prefix. The draft's own
+likeliest nodes stay: what retrieval does not fill is the draft's, and without retrieval the tree is the draft's alone.
+
+Source: "RASD: Retrieval-Augmented Speculative Decoding", arXiv 2503.03434. Its code is not public. Uncertain, and ours:
+all constants (``first_k``, ``first_eps``, ``retrieval_share``, ``max_continuation``).
+
+Deviations:
+
+- A share is not a count's but what the retriever has learnt of it: the chance that a node is accepted.
+- All requests have chosen nodes, verified by the target's own draws (`tree_walk`): retrieved ones were not drawn.
+- The fused nodes are put in order by what each set of drafters was worth so far, as in `hybrid`, for budgets to cut.
+- Where reading a request costs more than a token is worth, the draft is not asked, and nothing is pruned.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+import numpy.typing as npt
+from pydantic import Field, field_validator
+
+from vllm_ext.kernels.sparse import Sparse
+from vllm_ext.kernels.user_paths import UserPath
+from vllm_ext.proposers.base import Proposer, Request
+from vllm_ext.proposers.draft_model import DraftModelProposer, PassOptions
+from vllm_ext.proposers.hybrid import Hybrid
+from vllm_ext.proposers.tree import DraftTree, Int32
+
+
+class RasdOptions(PassOptions):
+    """Options of ``rasd``."""
+
+    draft: Literal["dyspec", "eagle_tree", "clover_tree"] = Field(
+        default="dyspec", description="the method that drafts with passes of the model"
+    )
+    model: UserPath = Field(min_length=1, description="that method's: a draft model, or heads")
+    datastore: UserPath | None = Field(
+        default=None, min_length=1, description="also retrieve from this folder, as method rest does"
+    )
+    retrieval: list[Literal["suffix_tree", "input_copy"]] = Field(
+        default=["suffix_tree"],
+        max_length=2,
+        validate_default=True,
+        description="methods that retrieve from prompts and answers; none: from the datastore alone",
+    )
+    retrieval_share: float = Field(
+        default=0.5, gt=0.0, le=1.0, description="most nodes of the tree that are retrieval's, of all"
+    )
+    first_k: int = Field(
+        default=10,
+        ge=1,
+        le=32,
+        description="what was retrieved must begin with one of so many tokens that the draft finds likeliest",
+    )
+    first_eps: float | None = Field(
+        default=None, gt=0.0, le=1.0, description="or with one that the draft gives at least this chance"
+    )
+    max_continuation: int = Field(default=12, ge=1, le=32, description="most tokens that are retrieved")
+
+    @field_validator("retrieval")
+    @classmethod
+    def _something(cls, retrieval: list[str], info: Any) -> list[str]:
+        if not retrieval and info.data.get("datastore") is None:
+            raise ValueError(
+                "nothing is retrieved; name 'suffix_tree' or 'input_copy', or give a datastore. "
+                "Without retrieval it is the method of `draft`"
+            )
+        if len(set(retrieval)) < len(retrieval):
+            raise ValueError("a method is there more than once; name each once")
+        return retrieval
+
+    @property
+    def drafters(self) -> list[dict[str, Any] | str]:
+        """As `HybridOptions.drafters`: the draft, then what retrieves."""
+        draft: dict[str, Any] = {"method": self.draft, "model": self.model, "max_depth": self.max_depth}
+        if self.datastore is None:
+            return [draft, *self.retrieval]
+        rest = {
+            "method": "rest",
+            "datastore": self.datastore,
+            "max_continuation": self.max_continuation,
+        }
+        return [draft, rest, *self.retrieval]
+
+
+def first_tokens(tree: DraftTree) -> Int32:
+    """int32 ``[num_nodes]``: the token of each node's ancestor below the root, or its own."""
+    first = tree.tokens.copy()
+    for node, parent in enumerate(tree.parents.tolist()):
+        if parent >= 0:
+            first[node] = first[parent]
+    return first
+
+
+def pruned(tree: DraftTree, q: Sparse, first_k: int, first_eps: float | None, num_nodes: int) -> DraftTree:
+    """What begins plausibly, and of that the nodes of the largest share times the draft's chance of its beginning.
+
+    Args:
+        tree: what was retrieved; its probabilities are the shares.
+        q: the draft's distribution after the root.
+        first_k: plausible are the first tokens among so many of its likeliest; of equals those of the smaller id.
+        first_eps: and those of at least this chance, if it is given.
+        num_nodes: most nodes that are kept.
+    """
+    order = np.lexsort((q.ids, -q.q))
+    ids, chances = q.ids[order], q.q[order]
+    plausible = np.arange(len(ids)) < first_k
+    if first_eps is not None:
+        plausible |= chances >= first_eps
+    chance = dict(zip(ids[plausible].tolist(), chances[plausible].tolist(), strict=True))
+    worth = [
+        float(share) * chance.get(token, -1.0)
+        for share, token in zip(tree.probabilities.tolist(), first_tokens(tree).tolist(), strict=True)
+    ]
+    first = np.array([token in chance for token in first_tokens(tree).tolist()], np.bool_)
+    best = np.argsort(-np.array(worth, np.float64)[first], kind="stable")  # parents before their children
+    kept: npt.NDArray[np.bool_] = np.zeros(len(tree), np.bool_)
+    kept[np.flatnonzero(first)[best[:num_nodes]]] = True
+    return tree.where(kept)
+
+
+def common_nodes(tree: DraftTree, other: DraftTree) -> Int32:
+    """int32 ``[len(other)]``: the node of ``tree`` with the same tokens from the root; ``len(tree)`` where none is."""
+    place = {
+        key: node for node, key in enumerate(zip(tree.parents.tolist(), tree.tokens.tolist(), strict=True))
+    }
+    found: list[int] = []
+    for parent, token in zip(other.parents.tolist(), other.tokens.tolist(), strict=True):
+        found.append(place.get((found[parent] if parent >= 0 else -1, token), len(tree)))
+    return np.array(found, np.int32)
+
+
+def room_beside(tree: DraftTree, other: DraftTree, num_nodes: int) -> int:
+    """How many of the tree's first nodes there may be for their union with ``other`` to have ``num_nodes`` at most."""
+    sizes = np.arange(len(tree) + 1)
+    union = sizes + (common_nodes(tree, other)[None, :] >= sizes[:, None]).sum(axis=1)
+    return int(np.flatnonzero(union <= num_nodes)[-1])
+
+
+class Rasd(Hybrid):
+    """A draft's tree and what was retrieved.
+
+    Args:
+        drafters: the draft, and up to three that retrieve.
+        retrieval_share: most of a tree's nodes that are theirs, 0 to 1.
+        first_k: see `pruned`.
+        first_eps: likewise.
+        max_continuation: deepest node that is retrieved.
+    """
+
+    on_v2 = None
+    why_v1: ClassVar[str] = "prunes what was retrieved on the host, by the draft's first distribution"
+    fuses: ClassVar[bool] = False
+    summary: ClassVar[str] = "a draft model's tree, and what was retrieved that the draft finds plausible"
+    paper: ClassVar[str] = "arXiv 2503.03434"
+    Options: ClassVar[type[PassOptions]] = RasdOptions
+    tested_with: ClassVar[dict[str, Any]] = {"model": "self"}
+
+    def __init__(
+        self,
+        drafters: Sequence[Proposer],
+        retrieval_share: float = 0.5,
+        first_k: int = 10,
+        first_eps: float | None = None,
+        max_continuation: int = 12,
+    ) -> None:
+        super().__init__(drafters)
+        draft, *self.retrieval = drafters
+        assert isinstance(draft, DraftModelProposer)
+        self.draft = draft
+        self._share, self._first, self._longest = retrieval_share, (first_k, first_eps), max_continuation
+
+    @classmethod
+    def from_options(cls, options: RasdOptions, vocab_size: int) -> Rasd:
+        """See `Proposer.from_options`."""
+        return cls(
+            Hybrid.from_options(options, vocab_size).drafters,
+            options.retrieval_share,
+            options.first_k,
+            options.first_eps,
+            options.max_continuation,
+        )
+
+    def propose(self, requests: Sequence[Request]) -> list[DraftTree]:
+        """The draft's trees, and below their roots what was retrieved."""
+        asked = {
+            request.request_id
+            for request in requests
+            if request.has_room and self.least_first.get(request.request_id, 0.0) <= 1.0
+        }
+        self.read(asked)
+        self.draft.least_reach = self.least_reach
+        started = time.perf_counter()
+        drafted = self.draft.propose(
+            [each if each.request_id in asked else replace(each, budget_tokens=0) for each in requests]
+        )
+        self.draft_seconds = time.perf_counter() - started
+        shorter = [replace(each, max_depth=min(each.max_depth, self._longest)) for each in requests]
+        found = [drafter.propose(shorter) for drafter in self.retrieval]
+        fused = []
+        for request, own, *retrieved in zip(requests, drafted, *found, strict=True):
+            tree = self._fuse(request, self._joined(request, own, retrieved))
+            self.calibration.drafted(request.request_id, tree)
+            fused.append(DraftTree(*tree[:3]))
+        return fused
+
+    def _joined(
+        self, request: Request, own: DraftTree, retrieved: Sequence[DraftTree]
+    ) -> tuple[DraftTree, DraftTree]:
+        """What of the draft's tree and of what was retrieved is in the request's tree, whole."""
+        nodes = max(request.budget_tokens, 0)
+        union = DraftTree.merge(retrieved, len(retrieved) * nodes)
+        q = self.draft.first.get(request.request_id)
+        if q is None:
+            return own, union.prefix(nodes)
+        kept = pruned(union, q, *self._first, int(self._share * nodes))
+        return own.prefix(room_beside(own, kept, nodes)), kept

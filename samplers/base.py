@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     import torch
 
 MAX_TEXT = 65_536
-Kind = Literal["json", "regex", "grammar"]  # how a grammar is written
+# How a grammar is written; a structural tag has all of its text in one JSON schema.
+Kind = Literal["json", "regex", "grammar", "structural_tag"]
 
 
 class RuleOptions(BaseModel):

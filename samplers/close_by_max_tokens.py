@@ -12,6 +12,7 @@ longer than the grammar's own text, unless that counts.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -29,6 +30,8 @@ from vllm_ext.samplers.shortest_ending import Endings
 NEAR = 8  # tokens beyond an ending and what one token may add to it
 FAR = 256  # tokens before the limit behind which something may be tried
 KEPT_BYTES = 4 << 20  # of endings
+JSON = ("json", "structural_tag")  # kinds of grammars
+WHITESPACE = re.compile(r'"max_whitespace_cnt": \d+')  # of a structural tag: makes no ending longer
 
 
 class CloseOptions(RuleOptions):
@@ -127,7 +130,7 @@ class CloseByMaxTokens(Rule):
                 f"no ending of this grammar fits in max_tokens={row.asked.max_tokens}: {what}; allow more tokens, or "
                 "leave close_by_max_tokens out"
             )
-        source = row.asked.grammar[1]
+        source = WHITESPACE.sub("", row.asked.grammar[1])
         opened = FAR if any(map(str.isdigit, source)) else NEAR + len(source)
         if left > min(len(ending) + opened, FAR):
             return
@@ -161,7 +164,7 @@ class CloseByMaxTokens(Rule):
         kind, source = row.asked.grammar
 
         def find() -> list[int] | None:
-            place = Place().behind(text_of(self._vocabulary, output)) if kind == "json" else None
+            place = Place().behind(text_of(self._vocabulary, output)) if kind in JSON else None
             return self._endings.shortest(behind, place)
 
         key = digest(kind, source, np.array(output, np.int32).tobytes())

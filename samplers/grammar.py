@@ -69,6 +69,8 @@ def compiled(compiler: Any, kind: Kind, source: str) -> Any:
         return compiler.compile_json_schema(source)
     if kind == "regex":
         return compiler.compile_regex(source)
+    if kind == "structural_tag":
+        return compiler.compile_structural_tag(source)
     return compiler.compile_lark(source) if is_lark(source) else compiler.compile_grammar(source)
 
 

@@ -109,7 +109,7 @@ def let_engines_end(seconds: float) -> None:
 
 def read_requests() -> None:
     """Let requests to our methods use ``min_p`` and ``logit_bias`` and limit their drafts, rules with pairs see a
-    request's prompt, strict servers its schema, and engines on V2 its lists. Idempotent.
+    request's prompt, servers its schemas, which they may refuse or bound, and engines on V2 its lists. Idempotent.
 
     That is where they can refuse it with an HTTP 400. vLLM asks logits processors about a request's parameters alone,
     takes none of V1 next to its own speculation nor on its V2 runner, and knows no other place before the engine.
@@ -131,7 +131,7 @@ def read_requests() -> None:
         request_options.check_request(self.vllm_config, params)
         validating = sampling_params.allowing_all(self, params)
         request = original(validating, request_id, prompt, params, *more, **options)
-        structured_outputs.check_request(self.vllm_config, request)
+        structured_outputs.prepare_request(self.vllm_config, request)
         paired_requests.prepare(self, request)
         v2_limits.check_request(self.vllm_config, request)
         return request

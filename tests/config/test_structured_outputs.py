@@ -33,14 +33,17 @@ TAG = {"type": "tag", "begin": "<a>", "end": "</a>"}
 def config_of(additional: Any, backend: str = "auto") -> Any:
     """What a VllmConfig has of it."""
     return SimpleNamespace(
-        additional_config=additional, structured_outputs_config=SimpleNamespace(backend=backend)
+        additional_config=additional,
+        structured_outputs_config=SimpleNamespace(backend=backend, disable_any_whitespace=False),
     )
 
 
 def check(additional: Any = STRICT, backend: str = "auto", extra: Any = None, **structured: Any) -> None:
     given = StructuredOutputsParams(**structured) if structured else None
     params = SamplingParams(structured_outputs=given, extra_args=extra)
-    structured_outputs.check_request(config_of(additional, backend), SimpleNamespace(sampling_params=params))
+    structured_outputs.prepare_request(
+        config_of(additional, backend), SimpleNamespace(sampling_params=params)
+    )
 
 
 @pytest.mark.parametrize(
@@ -50,7 +53,7 @@ def check(additional: Any = STRICT, backend: str = "auto", extra: Any = None, **
         ({"strict": "yes"}, r"strict='yes' is not allowed; allowed: boolean"),
         (
             {"strickt": True},
-            r"unknown option strickt=True\. Did you mean 'strict'\? Options: strict: boolean\. Correct or remove",
+            r"unknown option strickt=True\. Did you mean 'strict'\? Options: strict: boolean; max_whi.*\. Correct",
         ),
     ],
 )
@@ -70,7 +73,7 @@ def test_only_strict_servers_refuse() -> None:
     check(json_object=True)
     check(regex="(?=a)b")
     check(json=json.dumps(IN_PART), backend="guidance")
-    structured_outputs.check_request(config_of(STRICT), SimpleNamespace(sampling_params=None))  # pooling
+    structured_outputs.prepare_request(config_of(STRICT), SimpleNamespace(sampling_params=None))  # pooling
 
 
 @pytest.mark.parametrize("backend", ["auto", "xgrammar"])
@@ -201,7 +204,11 @@ def test_schemas_are_looked_at_from_the_command_line(tmp_path: Path) -> None:
 
 
 def test_another_xgrammar_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert structured_outputs.check_vllm_config(config_of(STRICT)) is None
+    def warning(backend: str = "auto") -> str | None:
+        options = structured_outputs.parse({"strict": True})
+        return structured_outputs.check_vllm_config(config_of(STRICT, backend), options)
+
+    assert warning() is None
     monkeypatch.setattr(metadata, "version", lambda _: "0.3.0")
-    assert "this is 0.3.0" in str(structured_outputs.check_vllm_config(config_of(STRICT)))
-    assert "refuses nothing" in str(structured_outputs.check_vllm_config(config_of(STRICT, "guidance")))
+    assert "this is 0.3.0" in str(warning())
+    assert "refuses nothing" in str(warning("guidance"))

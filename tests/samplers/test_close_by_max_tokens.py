@@ -73,6 +73,14 @@ GRAMMARS["grammar"] = (
     lambda text: text.count("[") == text.count("]") and "ab" in text,
     2,
 )
+# The same as a server with `max_whitespace` has it.
+GRAMMARS["bounded"] = (
+    "structural_tag",
+    '{"type": "structural_tag", "format": {"type": "json_schema", "max_whitespace_cnt": 2, "json_schema": '
+    f"{json.dumps(NESTED)}}}}}",
+    json.loads,
+    29,
+)
 grammars = Grammars(TOY)
 
 

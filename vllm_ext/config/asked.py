@@ -7,9 +7,9 @@ import json
 import re
 from typing import Any
 
+from vllm_ext.config import json_whitespace
+from vllm_ext.config.json_whitespace import ANY_OBJECT
 from vllm_ext.samplers.base import Asked, Kind
-
-ANY_OBJECT = '{"type": "object"}'  # what vLLM has for json_object
 
 
 def asked_of(params: Any) -> Asked:
@@ -44,6 +44,8 @@ def _grammar_of(given: Any) -> tuple[Kind, str] | None:
         return "json", ANY_OBJECT
     if given.choice is not None:
         return "regex", "|".join(map(re.escape, given.choice))
+    if given.structural_tag is not None and json_whitespace.lone_schema(given.structural_tag):
+        return "structural_tag", given.structural_tag
     return next(
         ((kind, source) for kind in ("regex", "grammar") if (source := getattr(given, kind)) is not None),
         None,

@@ -17,7 +17,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from vllm_ext.config import rules, speculative
+from vllm_ext.config import json_whitespace, rules, speculative
 from vllm_ext.samplers.kept import Kept, digest
 from vllm_ext.samplers.strict_schema import Problem, first_problem
 
@@ -37,6 +37,13 @@ class StructuredOptions(BaseModel):
     strict: bool = Field(
         False, description="refuse requests whose JSON schema xgrammar would enforce only in part"
     )
+    max_whitespace: int | None = Field(
+        None,
+        ge=1,
+        le=json_whitespace.MOST,
+        description="most spaces, tabs and newlines in a row in structured JSON, for requests that do not say it "
+        "themselves; null: as many as the model likes",
+    )
 
 
 def parse(given: Any) -> StructuredOptions:
@@ -52,22 +59,31 @@ def parse(given: Any) -> StructuredOptions:
         raise ValueError(f"{FIELD}: {explained} Correct or remove it in --additional-config.") from None
 
 
-def is_strict(carrier: Any) -> bool:
-    """What the ``additional_config`` of a VllmConfig or of EngineArgs says.
+def of(carrier: Any) -> StructuredOptions | None:
+    """What the ``additional_config`` of a VllmConfig or of EngineArgs says; None where it says nothing.
 
     Raises:
         ValueError: see `parse`.
     """
     ours = speculative.ours(carrier)
-    return speculative.STRUCTURED_OUTPUTS in ours and parse(ours[speculative.STRUCTURED_OUTPUTS]).strict
+    return parse(ours[speculative.STRUCTURED_OUTPUTS]) if speculative.STRUCTURED_OUTPUTS in ours else None
 
 
-def check_vllm_config(vllm_config: Any) -> str | None:
-    """Refuse backends of which nobody knows what they enforce; what the log should say, where there is anything.
+def check_vllm_config(vllm_config: Any, options: StructuredOptions) -> str | None:
+    """Refuse what an option does not work with; what the log should say, where there is anything.
 
     Raises:
-        ValueError: naming the backend and the way out.
+        ValueError: naming the option and the way out.
     """
+    if options.max_whitespace is not None and (
+        problem := json_whitespace.problem(vllm_config.structured_outputs_config)
+    ):
+        raise ValueError(f'{FIELD}["{json_whitespace.KEY}"] {problem}.')
+    return _check_strict(vllm_config) if options.strict else None
+
+
+def _check_strict(vllm_config: Any) -> str | None:
+    """Refuse backends of which nobody knows what they enforce; see `check_vllm_config`."""
     backend = vllm_config.structured_outputs_config.backend
     if backend not in ("auto", "xgrammar", "guidance"):
         raise ValueError(
@@ -107,19 +123,31 @@ def check_closing(vllm_config: Any) -> None:
         )
 
 
-def check_request(vllm_config: Any, request: Any) -> None:
-    """Refuse a request that a strict server should not answer.
+def prepare_request(vllm_config: Any, request: Any) -> None:
+    """Refuse a request that a strict server should not answer, and bound the whitespace of its JSON.
 
     Args:
         vllm_config: the engine's.
-        request: vLLM's EngineCoreRequest, which vLLM has nothing against.
+        request: vLLM's EngineCoreRequest, which vLLM has nothing against; its parameters are its own.
 
     Raises:
-        VLLMValidationError: its JSON schema would be enforced only in part.
+        VLLMValidationError: its JSON schema would be enforced only in part; or it asks for bounds that it cannot have.
     """
     params = request.sampling_params
-    if params is None or not is_strict(vllm_config):
+    if params is None:
         return
+    options = of(vllm_config)
+    if options is not None and options.strict:
+        _check_schemas(vllm_config, params)
+    try:
+        _bound_whitespace(vllm_config, options, params)
+    except ValueError as error:
+        from vllm.exceptions import VLLMValidationError
+
+        raise VLLMValidationError(str(error), parameter="vllm_xargs") from None
+
+
+def _check_schemas(vllm_config: Any, params: Any) -> None:
     given = params.structured_outputs
     if given is not None and vllm_config.structured_outputs_config.backend != "guidance":
         for problem in _problems(given):
@@ -133,6 +161,30 @@ def check_request(vllm_config: Any, request: Any) -> None:
     for key, field, source in ruled.grammars(params) if ruled is not None else ():
         if field == "json" and (found := _problem_of(source)):  # xgrammar compiles it, whatever the backend
             _refuse("vllm_xargs", f"vllm_xargs {key}", found)
+
+
+def _bound_whitespace(vllm_config: Any, options: StructuredOptions | None, params: Any) -> None:
+    asked = json_whitespace.asked_of(params.extra_args)
+    what = f"vllm_xargs {json_whitespace.KEY}"
+    if options is None:
+        if asked is not None:
+            raise ValueError(
+                f"{what}: this server takes none; start it with --additional-config "
+                '\'{"vllm_ext": {"structured_outputs": {}}}\', or leave it out.'
+            )
+        return
+    if asked is not None and (problem := json_whitespace.problem(vllm_config.structured_outputs_config)):
+        raise ValueError(f"{what} {problem}.")
+    most = options.max_whitespace if asked is None else asked
+    given = params.structured_outputs
+    new = None if given is None or most is None else json_whitespace.bounded(given, most)
+    if asked is not None and new is None:
+        raise ValueError(
+            f"{what} is for JSON: json, json_object or structural tags that have schemas, which this request does not "
+            "ask for. Give it response_format or structured_outputs, or leave it out."
+        )
+    if new is not None and most != json_whitespace.NO_BOUND:
+        params.structured_outputs = new
 
 
 def _refuse(parameter: str, what: str, problem: Problem, *ways: str) -> None:

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from vllm_ext.config.kv_cache import KVSettings
     from vllm_ext.config.rules import RuleSettings
     from vllm_ext.config.speculative import Settings
+    from vllm_ext.config.structured_outputs import StructuredOptions
 
 
 @dataclass
@@ -25,7 +26,7 @@ class Asked:
     method: Settings | None = None
     rules: RuleSettings | None = None
     kv: KVSettings | None = None
-    strict: bool = False
+    structured: StructuredOptions | None = None
     # Logits processors of the user's own, for V2; None: as they were given.
     processors: list[Any] | None = None
 

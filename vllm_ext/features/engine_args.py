@@ -86,7 +86,7 @@ def create_engine_config(original: Any, args: Any, *more: Any, **options: Any) -
 
 def _finish(vllm_config: Any, asked: Asked, own_worker: bool) -> None:
     """What several features need, once."""
-    if vllm_config.use_v2_model_runner and asked.rules is not None:
+    if asked.rules is not None:
         patches.read_requests()
     if asked.method is not None or (asked.rules is not None and asked.rules.learns):
         # Our counters are a file named after the instance; vLLM's own five hex digits could meet on a busy host.

@@ -9,7 +9,7 @@ from typing import Any
 
 from vllm.logger import init_logger
 
-from vllm_ext import __version__, patches
+from vllm_ext import __version__
 from vllm_ext.config import refusals, rules, speculative, structured_outputs
 from vllm_ext.config.rules import RuleSettings
 from vllm_ext.data import steering_artifacts
@@ -95,7 +95,6 @@ class Rules(Feature):
             companion = second_model.check(vllm_config, ruled.companion, field)
             ruled.check_companion(companion.get_total_num_hidden_layers())
         if ruled.pairs:
-            patches.read_requests()
             paired_requests.load_pieces(vllm_config)
         logger.info("vllm-ext %s: sampling rules %s", __version__, ruled.as_json)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Structured output that is enforced whole, or refused."""
+"""Structured output that is enforced whole or refused, and whose whitespace is bounded."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ logger = init_logger("vllm.vllm_ext")
 
 
 class StructuredOutputs(Feature):
-    """Strict servers."""
+    """Strict servers, and those that bound whitespace."""
 
     def parse(self, args: Any, asked: Asked) -> None:
-        asked.strict = structured_outputs.is_strict(args)
+        asked.structured = structured_outputs.of(args)
 
     def check(self, vllm_config: Any, asked: Asked) -> None:
-        if asked.strict:
-            if warning := structured_outputs.check_vllm_config(vllm_config):
+        if asked.structured is not None:
+            if warning := structured_outputs.check_vllm_config(vllm_config, asked.structured):
                 logger.warning("vllm-ext: %s", warning)
             patches.read_requests()
-            logger.info("vllm-ext %s: structured output is strict", __version__)
+            logger.info("vllm-ext %s: structured output: %s", __version__, asked.structured)

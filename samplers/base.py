@@ -172,8 +172,9 @@ class Rule(ABC):
     alone: ClassVar[bool] = False
     # Whether a row may have to wait for what is made beside the engine; see `waiting`.
     waits: ClassVar[bool] = False
-    # Whether that may take longer than an engine can stand still that puts no rows off: vLLM's V2 runner.
-    waits_long: ClassVar[bool] = False
+    # Whether it reads the grammars of structured output; on vLLM's V2 runner, which puts no rows off, as the engine
+    # core has compiled them: see `shared_grammars`.
+    shares_grammars: ClassVar[bool] = False
     # Set by the engine adapter: seconds that a call of `apply` may wait; None: as long as it takes, here and now.
     patience: float | None = None
     # Rows of the last call of `apply` for which that was not enough: they get no token yet, and come again.

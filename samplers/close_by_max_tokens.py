@@ -57,7 +57,7 @@ class CloseParams(RuleParams):
 class CloseByMaxTokens(Rule):
     """Tries tokens near the limit."""
 
-    waits = waits_long = True
+    waits = shares_grammars = True
     summary = "structured output is whole when max_tokens are used up"
     paper = "none"
     Options = CloseOptions

@@ -20,6 +20,7 @@ import torch
 from pydantic import Field
 
 from vllm_ext.kernels.sparse import Int32
+from vllm_ext.samplers import shared_grammars
 from vllm_ext.samplers.background import Making, Process
 from vllm_ext.samplers.base import Asked, Kind, Row, RuleParams, Vocabulary
 from vllm_ext.samplers.kept import Kept, digest
@@ -290,6 +291,8 @@ class Grammars:
             RuntimeError: it cannot be compiled.
         """
         key = digest(kind, source, end)
+        if key not in self._making.kept and (shared := shared_grammars.find(self._vocabulary, kind, source)):
+            return self._making.get(key, lambda: Grammar(shared, end, self._vocabulary), None)
         apart = patience is not None
         return self._making.get(key, lambda: self._make(kind, source, end, apart), patience)
 

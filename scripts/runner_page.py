@@ -101,10 +101,12 @@ def page() -> Iterator[str]:
     for name, on_v1, on_v2 in OPTIONS:
         cells = (f"`{test}.py`" if test.startswith("test_") else test for test in (on_v1, on_v2))
         yield f"| {name} | {' | '.join(cells)} |"
+    closing = "`test_bounded_whitespace.py` | `test_v2_closing.py`"
+    yield f"| `max_whitespace` of structured output | {closing} |"
     ruled = [name for name in RULES if not needs_v1(name)]
     others = ", ".join(f"`{name}`" for name in RULES if needs_v1(name))
     yield f"| rules {', '.join(f'`{name}`' for name in ruled)} | `test_sampling_rules.py` | `test_v2_rules.py` |"
-    why = "no: they report, learn, look ahead, steer, or wait for a grammar"
+    why = "no: they report, learn, look ahead or steer"
     yield f"| rules {others} | `test_sampling_rules.py`, `test_steering.py` | {why} |"
     codecs = ", ".join(f"`{name}`" for name in CODECS)
     why = "no: they have CPU kernels alone"

@@ -413,3 +413,27 @@ def test_proposers_of_vllms_own_are_checked(slice_dir: str, with_triton: None) -
         made(slice_dir, hybrid(**draft), max_num_batched_tokens=256, max_num_seqs=200)
     with pytest.raises(ValueError, match=r"method='draft_model' does not work with data_parallel_size=2"):
         made(slice_dir, hybrid(**draft), data_parallel_size=2)
+
+
+def test_rules_that_read_grammars_read_the_cores_own_on_v2(
+    model_dir: str, with_triton: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a method and without; in one process alone, and behind a scheduler of ours."""
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # else a CPU has "mp" in any case
+    rules: dict[str, Any] = {"additional_config": {"vllm_ext": {"rules": {"close_by_max_tokens": {}}}}}
+    for method in (METHOD, None):
+        config = engine_of(model_dir, method, distributed_executor_backend="uni", **rules)
+        assert config.use_v2_model_runner
+        assert scheduler.has(config, "SharedGrammars")
+        assert not scheduler.has(config, "DeferredTokens")
+    with pytest.raises(ValueError, match=r"'close_by_max_tokens' does not .*_backend='mp' .* must be 'uni'"):
+        engine_of(model_dir, METHOD, distributed_executor_backend="mp", **rules)
+    own = {"scheduler_cls": "vllm.v1.core.sched.scheduler.Scheduler", "distributed_executor_backend": "uni"}
+    with pytest.raises(ValueError, match=r"does not work with scheduler_cls=.* must be unset, as grammars"):
+        engine_of(model_dir, None, **own, **rules)
+
+
+def engine_of(model_dir: str, method: dict[str, Any] | None, **options: Any) -> Any:
+    return EngineArgs(
+        model=model_dir, speculative_config=method, dtype="float32", max_model_len=256, **options
+    ).create_engine_config()

@@ -45,6 +45,8 @@ def server(model_dir: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator
         server.command += [
             "--additional-config",
             json.dumps(ours),
+            "--structured-outputs-config.backend",
+            "xgrammar",
             "--per-request-spec-decode-metrics",
             "summary",
         ]
@@ -256,6 +258,42 @@ def test_a_strict_server_refuses_schemas_that_are_enforced_in_part(server: serve
     status, reply = ask(person)
     assert status == 200, reply
     assert json.loads(reply["choices"][0]["message"]["content"]).keys() == {"age"}
+
+
+SPACES = (216, 198, 197, 256, 333)  # tokens that are whitespace
+
+
+def test_whitespace_is_bounded_by_request(server: servers.Server) -> None:
+    messages = [{"role": "user", "content": "Say yes or no, in JSON."}]
+    word = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"]}
+
+    def ask(most: Any, schema: Any = word) -> tuple[int, Any]:
+        response_format = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
+        return post(
+            server,
+            "/v1/chat/completions",
+            messages=messages,
+            max_tokens=40,
+            response_format=response_format if schema else {"type": "text"},
+            logit_bias={str(token): 100 for token in SPACES},
+            vllm_xargs={"max_whitespace": most},
+        )
+
+    status, reply = ask(3)
+    assert status == 200, reply
+    text = reply["choices"][0]["message"]["content"]
+    assert json.loads(text).keys() == {"ok"}
+    assert max(map(len, re.findall(r"\s+", text))) == 3
+    status, reply = ask(-1)
+    assert status == 200, reply
+    assert max(map(len, re.findall(r"\s+", reply["choices"][0]["message"]["content"]))) > 30
+    for wrong, says in ((0, "max_whitespace=0: none at all"), ("3", "max_whitespace='3' is not allowed")):
+        status, reply = ask(wrong)
+        assert status == 400, reply
+        assert says in reply["error"]["message"]
+    status, reply = ask(3, None)
+    assert status == 400, reply
+    assert "max_whitespace is for JSON" in reply["error"]["message"]
 
 
 def test_aborts_in_mid_stream(server: servers.Server) -> None:

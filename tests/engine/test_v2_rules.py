@@ -12,6 +12,7 @@ from helpers import assert_same_outputs
 from typer.testing import CliRunner
 from v2_requests import counters, generate, prompts, sampling, tokens
 from vllm.exceptions import VLLMValidationError
+from vllm.sampling_params import StructuredOutputsParams
 
 from vllm_ext.config.rules import needs_v1
 from vllm_ext.samplers.registry import RULES, load_rule
@@ -25,6 +26,7 @@ ASKED: dict[str, dict[str, Any]] = {
     "monitor": {"monitor_context": "x = 'a'\n"},
 }
 UNDER = {name: {**load_rule(name).example, **ASKED.get(name, {})} for name in RULES if not needs_v1(name)}
+STRUCTURED = {"close_by_max_tokens": {"regex": "[a-z ]{9,}"}}  # what else a request under a rule asks for
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +79,14 @@ def test_a_rule_that_raises_ends_its_request_alone(llms: tuple[Any, Any], name: 
         rule_faults.check_that_one_request_ends(
             llm,
             name,
-            lambda _: sampling(extra_args=UNDER[name], ignore_eos=False, max_tokens=12),
+            lambda _: sampling(
+                extra_args=UNDER[name],
+                ignore_eos=False,
+                max_tokens=12,
+                structured_outputs=StructuredOutputsParams(**STRUCTURED[name])
+                if name in STRUCTURED
+                else None,
+            ),
             sampling(max_tokens=12),
             where,
             prompts(3, seed=20),

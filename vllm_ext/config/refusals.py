@@ -122,6 +122,20 @@ def check_rules_classes(args: Any, ruled: RuleSettings) -> None:
             )
 
 
+def check_rules_scheduler(args: Any, ruled: RuleSettings) -> None:
+    """Refuse a scheduler of the user's own that ours does not stand before, where rules on V2 need it.
+
+    Raises:
+        ValueError: naming the option, its value and the way out.
+    """
+    if ruled.shares_grammars and args.scheduler_cls is not None:
+        raise ValueError(
+            f"sampling rule {ruled.shares_grammars[0]!r} does not work with scheduler_cls={args.scheduler_cls!r} on "
+            "vLLM's V2 model runner without a method of ours: it must be unset, as grammars come by a scheduler class. "
+            "Remove that option, or the rule."
+        )
+
+
 def check_rules_config(vllm_config: Any, ruled: RuleSettings, on_v2: bool) -> None:
     """Refuse for sampling rules what only the finished config tells.
 
@@ -144,6 +158,14 @@ def check_rules_config(vllm_config: Any, ruled: RuleSettings, on_v2: bool) -> No
         raise ValueError(
             f"sampling rules do not work with model {model.model!r}: it has no tokenizer with an end token "
             "(eos_token). Choose another model or tokenizer, leave out --skip-tokenizer-init, or remove the rules."
+        )
+    parallel = vllm_config.parallel_config
+    executor = parallel.distributed_executor_backend
+    if on_v2 and ruled.shares_grammars and parallel.world_size == 1 and executor != "uni":
+        raise ValueError(
+            f"sampling rule {ruled.shares_grammars[0]!r} does not work with distributed_executor_backend={executor!r} "
+            "on vLLM's V2 model runner: it must be 'uni', which is vLLM's own choice for one GPU, as the rule reads "
+            "grammars in the engine core's process. Give that, or remove the rule."
         )
     if ruled.adds_requests and vllm_config.scheduler_config.max_num_seqs < 2:
         raise ValueError(

@@ -43,9 +43,9 @@ class Asking(NamedTuple):
 
 
 def needs_v1(name: str) -> bool:
-    """Whether a rule does more than read tokens and change logits, or has rows wait for long."""
+    """Whether a rule does more than read tokens and change logits."""
     rule = load_rule(name)
-    return rule.reports is not None or rule.waits_long or issubclass(rule, (LearningRule, SteeringRule))
+    return rule.reports is not None or issubclass(rule, (LearningRule, SteeringRule))
 
 
 @dataclass(frozen=True)
@@ -135,6 +135,11 @@ class RuleSettings:
     def waits(self) -> bool:
         """Whether a rule may have rows wait."""
         return any(load_rule(name).waits for name in self.options)
+
+    @functools.cached_property
+    def shares_grammars(self) -> list[str]:
+        """Rules that read the grammars of structured output."""
+        return [name for name in self.options if load_rule(name).shares_grammars]
 
     @property
     def schedules(self) -> bool:

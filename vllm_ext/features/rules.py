@@ -41,6 +41,8 @@ class Rules(Feature):
                 refusals.check_rules(args)
             refusals.check_rules_classes(args, asked.rules)
             refusals.check_rules_runner(asked.rules, asked.on_v2)
+            if asked.on_v2 and asked.method is None:
+                refusals.check_rules_scheduler(args, asked.rules)
 
     def options(self, args: Any, asked: Asked) -> dict[str, Any]:
         ruled = asked.rules
@@ -70,6 +72,7 @@ class Rules(Feature):
             "CompanionBlocks": ruled.companion is not None,
             "PairedRequests": ruled.pairs,
             "LookaheadRequests": ruled.looks_ahead,
+            "SharedGrammars": asked.on_v2 and bool(ruled.shares_grammars),
             "DeferredTokens": waits,
         }
         return [name for name, wanted in parts.items() if wanted]

@@ -22,6 +22,7 @@ PARTS = {
     "DraftCounts": f"{_ROOM}.drafts.DraftCounts",
     "RuleReports": f"{_ROOM}.rule_reports.RuleReports",
     "CompanionBlocks": f"{_ROOM}.companion_blocks.CompanionBlocks",
+    "SharedGrammars": f"{_ROOM}.shared_grammars.SharedGrammars",
     "EvictedBlocks": f"{_ROOM}.evicted_blocks.EvictedBlocks",
     "FaultyRequests": f"{_ROOM}.faulty_requests.FaultyRequests",
     "LookaheadRequests": f"{_ROOM}.lookahead.LookaheadRequests",

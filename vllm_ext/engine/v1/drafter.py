@@ -156,11 +156,9 @@ class Drafter:
         if not width or (self._most_nodes and all(map(self._is_off, names))):
             return None
         try:
-            total_of = None
-            if (
-                self._prompt_tokens is not None and not self._exports
-            ):  # what is put out is exported, all of it
-                total_of = np.flatnonzero(trees.tokens >= self._vocab_size)
+            # What is put out is exported, all of it.
+            alone = self._prompt_tokens is not None and not self._exports
+            total_of = np.flatnonzero(trees.tokens >= self._vocab_size) if alone else None
             return self._tap.read(logits, width, total_of)
         except Exception:
             self._host.fault("reading the logits failed; nothing is learnt from this step")
@@ -182,8 +180,7 @@ class Drafter:
         """
         drafts: list[list[int]] = [[] for _ in sampled]
         names = runner.input_batch.req_ids
-        # Pairs get their primaries' tokens and drafts: nobody counts those, learns from them or drafts them again. Nor
-        # those of requests that are switched off.
+        # Nobody counts, learns from or drafts again what pairs get of their primaries; nor those switched off.
         own = sampled
         if runner.pairs or self._most_nodes:
             apart = {pair for _, pair in runner.pairs}

@@ -3,8 +3,8 @@
 
 Retrieved continuations are a tree with the shares of their counts. Those whose first token is not among the draft's
 likeliest at the root are pruned; the others are ranked by the draft's chance of that token times their share, and cut
-to a budget of their own. What is left is joined to the draft's tree along the longest common prefix. The draft's own
-likeliest nodes stay: what retrieval does not fill is the draft's, and without retrieval the tree is the draft's alone.
+to a budget of their own. What is left is joined to the draft's tree along the longest common prefix. Neither displaces
+the other: a node of both is the draft's, what retrieval leaves is the draft's too, and without any so is the tree.
 
 Source: "RASD: Retrieval-Augmented Speculative Decoding", arXiv 2503.03434. Its code is not public. Uncertain, and ours:
 all constants (``first_k``, ``first_eps``, ``retrieval_share``, ``max_continuation``).
@@ -35,6 +35,8 @@ from vllm_ext.proposers.draft_model import DraftModelProposer, PassOptions
 from vllm_ext.proposers.hybrid import Hybrid
 from vllm_ext.proposers.tree import DraftTree, Int32
 
+MOST_KNOWN = 32  # of the draft's distributions, tokens
+
 
 class RasdOptions(PassOptions):
     """Options of ``rasd``."""
@@ -55,11 +57,12 @@ class RasdOptions(PassOptions):
     retrieval_share: float = Field(
         default=0.5, gt=0.0, le=1.0, description="most nodes of the tree that are retrieval's, of all"
     )
-    first_k: int = Field(
-        default=10,
+    first_k: int | None = Field(
+        default=MOST_KNOWN,
         ge=1,
-        le=32,
-        description="what was retrieved must begin with one of so many tokens that the draft finds likeliest",
+        le=MOST_KNOWN,
+        description="what was retrieved must begin with one of so many tokens that the draft finds likeliest; "
+        "none: with any",
     )
     first_eps: float | None = Field(
         default=None, gt=0.0, le=1.0, description="or with one that the draft gives at least this chance"
@@ -101,30 +104,40 @@ def first_tokens(tree: DraftTree) -> Int32:
     return first
 
 
-def pruned(tree: DraftTree, q: Sparse, first_k: int, first_eps: float | None, num_nodes: int) -> DraftTree:
-    """What begins plausibly, and of that the nodes of the largest share times the draft's chance of its beginning.
+def pruned(tree: DraftTree, q: Sparse, first_k: int | None, first_eps: float | None) -> DraftTree:
+    """The paths whose first token is plausible to the draft.
 
     Args:
-        tree: what was retrieved; its probabilities are the shares.
+        tree: what was retrieved.
         q: the draft's distribution after the root.
-        first_k: plausible are the first tokens among so many of its likeliest; of equals those of the smaller id.
+        first_k: plausible are so many of its likeliest tokens; of equals those of the smaller id. None: all.
         first_eps: and those of at least this chance, if it is given.
-        num_nodes: most nodes that are kept.
     """
+    if first_k is None:
+        return tree
     order = np.lexsort((q.ids, -q.q))
-    ids, chances = q.ids[order], q.q[order]
-    plausible = np.arange(len(ids)) < first_k
+    plausible = np.arange(len(order)) < first_k
     if first_eps is not None:
-        plausible |= chances >= first_eps
-    chance = dict(zip(ids[plausible].tolist(), chances[plausible].tolist(), strict=True))
-    worth = [
-        float(share) * chance.get(token, -1.0)
-        for share, token in zip(tree.probabilities.tolist(), first_tokens(tree).tolist(), strict=True)
-    ]
-    first = np.array([token in chance for token in first_tokens(tree).tolist()], np.bool_)
-    best = np.argsort(-np.array(worth, np.float64)[first], kind="stable")  # parents before their children
+        plausible |= q.q[order] >= first_eps
+    return tree.where(np.isin(first_tokens(tree), q.ids[order[plausible]]))
+
+
+def cut(tree: DraftTree, q: Sparse, beside: DraftTree, num_nodes: int) -> DraftTree:
+    """The nodes of the largest share times the draft's chance of their first token.
+
+    Args:
+        tree: what was retrieved, pruned; its probabilities are the shares.
+        q: the draft's distribution after the root; what it does not know has the least chance that is known.
+        beside: another tree, whose nodes do not count.
+        num_nodes: most nodes that count.
+    """
+    chance = dict(zip(q.ids.tolist(), q.q.tolist(), strict=True))
+    least = q.q.min()
+    worth = tree.probabilities * np.array([chance.get(token, least) for token in first_tokens(tree).tolist()])
+    best = np.argsort(-worth, kind="stable")  # parents before their children
+    new = common_nodes(beside, tree)[best] == len(beside)
     kept: npt.NDArray[np.bool_] = np.zeros(len(tree), np.bool_)
-    kept[np.flatnonzero(first)[best[:num_nodes]]] = True
+    kept[best[~new | (np.cumsum(new) <= num_nodes)]] = True
     return tree.where(kept)
 
 
@@ -169,7 +182,7 @@ class Rasd(Hybrid):
         self,
         drafters: Sequence[Proposer],
         retrieval_share: float = 0.5,
-        first_k: int = 10,
+        first_k: int | None = MOST_KNOWN,
         first_eps: float | None = None,
         max_continuation: int = 12,
     ) -> None:
@@ -204,8 +217,12 @@ class Rasd(Hybrid):
             [each if each.request_id in asked else replace(each, budget_tokens=0) for each in requests]
         )
         self.draft_seconds = time.perf_counter() - started
-        shorter = [replace(each, max_depth=min(each.max_depth, self._longest)) for each in requests]
-        found = [drafter.propose(shorter) for drafter in self.retrieval]
+        # More than there is room for, as some will be pruned.
+        wanted = [
+            replace(each, budget_tokens=2 * each.budget_tokens, max_depth=min(each.max_depth, self._longest))
+            for each in requests
+        ]
+        found = [drafter.propose(wanted) for drafter in self.retrieval]
         fused = []
         for request, own, *retrieved in zip(requests, drafted, *found, strict=True):
             tree = self._fuse(request, self._joined(request, own, retrieved))
@@ -218,9 +235,10 @@ class Rasd(Hybrid):
     ) -> tuple[DraftTree, DraftTree]:
         """What of the draft's tree and of what was retrieved is in the request's tree, whole."""
         nodes = max(request.budget_tokens, 0)
-        union = DraftTree.merge(retrieved, len(retrieved) * nodes)
+        union = DraftTree.merge(retrieved, sum(map(len, retrieved)))
         q = self.draft.first.get(request.request_id)
         if q is None:
             return own, union.prefix(nodes)
-        kept = pruned(union, q, *self._first, int(self._share * nodes))
+        most = int(self._share * nodes)
+        kept = cut(pruned(union, q, *self._first), q, own.prefix(nodes - most), most)
         return own.prefix(room_beside(own, kept, nodes)), kept

@@ -17,7 +17,7 @@ import argparse
 import json
 import operator
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +95,16 @@ def figures(answers: Sequence[Answer], drafts: int, passes: int) -> dict[str, fl
     }
 
 
+def rows_of(methods: str, first_k: str) -> Iterator[tuple[str, dict[str, int | None]]]:
+    """Methods, and what they prune by."""
+    for method in methods.split(","):
+        if method != "rasd":
+            yield method, {}
+            continue
+        for given in first_k.split(","):
+            yield method, {"first_k": None if given == "none" else int(given)}
+
+
 def main() -> None:
     """Read the arguments and print the table."""
     parser = argparse.ArgumentParser(
@@ -107,7 +117,7 @@ def main() -> None:
     parser.add_argument("--datastore", help="a store for the categories of --of")
     parser.add_argument("--of", default="", help="categories")
     parser.add_argument("--methods", default="draft,retrieval,rasd,hybrid")
-    parser.add_argument("--rasd", type=json.loads, default={}, help="further options, as JSON")
+    parser.add_argument("--first-k", default="32,10,none", help="of rasd, a row each")
     parser.add_argument("--nodes", type=int, default=16)
     parser.add_argument("--max-tokens", type=int, default=96)
     parser.add_argument("--batch-size", type=int, default=1)
@@ -120,7 +130,7 @@ def main() -> None:
         methods=(),
         max_tokens=arguments.max_tokens,
         dtype=arguments.dtype,
-        kv_cache_memory_bytes=1 << 31,
+        kv_cache_memory_bytes=1 << 29,
     )
     side_by_side.set_environment(verbose=False)
     prompts = side_by_side.encode_prompts(settings, [])
@@ -128,7 +138,6 @@ def main() -> None:
         "model": arguments.draft,
         "num_speculative_tokens": arguments.nodes,
         "budget": "fixed",
-        **arguments.rasd,
     }
     rows: list[dict[str, Any]] = []
     first: dict[str, list[tuple[int, list[int]]]] = {}  # by category, the first method's answers
@@ -139,13 +148,14 @@ def main() -> None:
         for category in arguments.categories.split(","):
             asked = [prompt for prompt in prompts if prompt.category == category]
             store = {"datastore": arguments.datastore} if category in arguments.of.split(",") else {}
-            for method in arguments.methods.split(","):
-                engine.call(use, method, {**common, **store})
+            for method, pruning in rows_of(arguments.methods, arguments.first_k):
+                engine.call(use, method, {**common, **store, **pruning})
                 engine.rounds.append(Round([], 0.0, 0, None))  # prompts that were read stay so
                 engine.answer(list(enumerate(asked)))
                 done = engine.rounds.pop()
                 (passes,) = engine.call(take_passes)
                 found = figures(done.answers, done.num_draft_tokens, passes)
+                method += "".join(f", {name}={value}" for name, value in pruning.items())
                 rows.append({"category": category, "method": method, **found})
                 texts = sorted((answer.prompt, answer.token_ids) for answer in done.answers)
                 first.setdefault(category, texts)

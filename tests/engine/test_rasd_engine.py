@@ -4,9 +4,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny_eagle
 from conftest import engine
 from distribution import BLOCK_SIZE, least_p_value
 from engine_heads import assert_plains
@@ -39,6 +41,16 @@ def test_greedy_and_seeded_output_is_plains(plain_slice_llm: Any, drafting: Any)
 def test_sampled_output_has_plains_distribution(plain_slice_llm: Any, drafting: Any) -> None:
     assert least_p_value(plain_slice_llm, drafting) > 1e-4
     assert counters(drafting)["fallbacks:proposer_error"] == 0
+
+
+@pytest.mark.slow
+def test_output_beside_a_head_is_plains(plain_slice_llm: Any, slice_dir: str, tmp_path: Path) -> None:
+    config = method(tiny_eagle.random(tmp_path / "head", Path(slice_dir)), draft="eagle_tree")
+    for llm in engine(slice_dir, config, block_size=BLOCK_SIZE, num_gpu_blocks_override=40):
+        assert_plains(plain_slice_llm, llm)
+        totals = counters(llm)
+        assert totals["spec_accepted_tokens"] > 100
+        assert totals["fallbacks:proposer_error"] == totals["fallbacks:hidden_states_missing"] == 0
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ from vllm_ext.proposers.draft_model import DraftModelOptions
 from vllm_ext.proposers.dyspec import DySpec
 from vllm_ext.proposers.eagle import EagleOptions
 from vllm_ext.proposers.hybrid import HybridOptions, draft_of, reads_nodes
-from vllm_ext.proposers.rasd import Rasd, RasdOptions, common_nodes, pruned, room_beside
+from vllm_ext.proposers.rasd import Rasd, RasdOptions, common_nodes, cut, pruned, room_beside
 from vllm_ext.proposers.tree import DraftTree
 
 Path = tuple[int, ...]
@@ -41,26 +41,44 @@ def distributions(draw: st.DrawFn) -> Sparse:
     return Sparse(np.array(ids, np.int32), np.array([draw(st.integers(1, 8)) / 40 for _ in ids]))
 
 
-def pruned_ref(of: dict[Path, float], q: dict[int, float], k: int, eps: float | None, most: int) -> set[Path]:
-    """By the card: drop what fails the predicate, rank the rest, cut."""
+def pruned_ref(of: set[Path], q: dict[int, float], k: int | None, eps: float | None) -> set[Path]:
+    """What passes the card's predicate."""
+    if k is None:
+        return of
     likeliest = sorted(q, key=lambda token: (-q[token], token))[:k]
-    plausible = {token for token in q if token in likeliest or (eps is not None and q[token] >= eps)}
-    left = [path for path in of if path[0] in plausible]
-    return set(sorted(left, key=lambda path: -of[path] * q[path[0]])[:most])
+    return {path for path in of if path[0] in likeliest or (eps is not None and q.get(path[0], 0.0) >= eps)}
 
 
-@given(trees(), distributions(), st.integers(1, 4), st.sampled_from([None, 0.1, 0.2]), st.integers(0, 12))
+def cut_ref(of: dict[Path, float], q: dict[int, float], beside: set[Path], most: int) -> set[Path]:
+    """By the card's rank, as long as there is room; what is in both trees needs none."""
+    kept: set[Path] = set()
+    for path in sorted(of, key=lambda path: -of[path] * q.get(path[0], min(q.values()))):
+        if path in beside or len(kept - beside) < most:
+            kept.add(path)
+    return kept
+
+
+def by_token(q: Sparse) -> dict[int, float]:
+    return dict(zip(q.ids.tolist(), q.q.tolist(), strict=True))
+
+
+@given(trees(), distributions(), st.sampled_from([None, 1, 2, 4]), st.sampled_from([None, 0.1, 0.2]))
 @settings(deadline=None)
-def test_pruning_equals_the_reference(of: DraftTree, q: Sparse, k: int, eps: float | None, most: int) -> None:
-    kept = pruned(of, q, k, eps, most)
+def test_pruning_drops_what_is_not_plausible(
+    of: DraftTree, q: Sparse, k: int | None, eps: float | None
+) -> None:
+    kept = pruned(of, q, k, eps)
     kept.validate()
-    by_token = dict(zip(q.ids.tolist(), q.q.tolist(), strict=True))
-    assert set(paths(kept)) == pruned_ref(paths(of), by_token, k, eps, most)
-    if most >= len(of):  # exactly what fails the predicate is gone
-        likeliest = sorted(by_token, key=lambda token: (-by_token[token], token))[:k]
-        for path in paths(of):
-            passes = path[0] in likeliest or (eps is not None and by_token.get(path[0], 0.0) >= eps)
-            assert (path in paths(kept)) == passes
+    assert set(paths(kept)) == pruned_ref(set(paths(of)), by_token(q), k, eps)
+    assert {path: paths(of)[path] for path in paths(kept)} == paths(kept)
+
+
+@given(trees(), distributions(), trees(), st.integers(0, 12))
+@settings(deadline=None)
+def test_the_cut_equals_the_reference(of: DraftTree, q: Sparse, beside: DraftTree, most: int) -> None:
+    kept = cut(of, q, beside, most)
+    kept.validate()
+    assert set(paths(kept)) == cut_ref(paths(of), by_token(q), set(paths(beside)), most)
 
 
 @given(trees(), trees(), st.integers(0, 20))
@@ -85,6 +103,8 @@ def test_nothing_retrieved_leaves_the_drafts_tree() -> None:
     # Nor does what is pruned: a token that the draft does not know of.
     unknown = tree([VOCAB, VOCAB + 1], [-1, 0], [0.9, 0.8])
     assert set(paths(fused(unknown).propose([asked])[0])) == set(paths(alone))
+    kept = paths(fused(unknown, first_k=None).propose([asked])[0])
+    assert set(paths(unknown)) <= set(kept)
 
 
 @given(trees(), trees(), st.integers(1, 16), st.sampled_from([0.25, 0.5, 1.0]))
@@ -95,17 +115,18 @@ def test_the_union_of_both_within_their_budgets(
     asked = request("a", budget_tokens=budget)
     own = draft()
     alone = own.propose([asked])[0]
-    q = dict(zip(own.first["a"].ids.tolist(), own.first["a"].q.tolist(), strict=True))
+    q = by_token(own.first["a"])
     made = fused(one, two, retrieval_share=share, first_k=3).propose([asked])[0]
     made.validate()
     assert made.drawn is None
-    union = paths(DraftTree.merge([one.prefix(budget), two.prefix(budget)], 99))
-    kept = pruned_ref(union, q, 3, None, int(share * budget))
+    found = paths(DraftTree.merge([one.prefix(2 * budget), two.prefix(2 * budget)], 99))
+    plausible = {path: found[path] for path in found if path in pruned_ref(set(found), q, 3, None)}
+    likeliest = set(list(paths(alone))[: budget - int(share * budget)])
+    kept = cut_ref(plausible, q, likeliest, int(share * budget))
     parts = set(paths(made))
     assert kept <= parts
     assert parts - kept <= set(paths(alone))
-    # The likeliest nodes of the draft are not displaced.
-    assert set(list(paths(alone))[: budget - int(share * budget)]) <= parts
+    assert likeliest <= parts  # not displaced
     assert len(parts) == min(budget, len(kept | set(paths(alone))))
 
 
@@ -116,7 +137,8 @@ def test_accepted_is_the_longer_of_both(of: DraftTree, text: list[int]) -> None:
     asked = request("a", budget_tokens=16)
     own = draft()
     alone = own.propose([asked])[0].prefix(8)
-    kept = pruned(of, own.first["a"], 10, None, 8)
+    q = own.first["a"]
+    kept = cut(pruned(of, q, 32, None), q, alone, 8)
     made = fused(of).propose([asked])[0]
     assert len(made.path(text)) >= max(len(alone.path(text)), len(kept.path(text)))
 

@@ -173,7 +173,7 @@ class Rasd(Hybrid):
     on_v2 = None
     why_v1: ClassVar[str] = "prunes what was retrieved on the host, by the draft's first distribution"
     fuses: ClassVar[bool] = False
-    summary: ClassVar[str] = "a draft model's tree, and what was retrieved that the draft finds plausible"
+    summary: ClassVar[str] = "a draft's tree, and what was retrieved that it finds likely"
     paper: ClassVar[str] = "arXiv 2503.03434"
     Options: ClassVar[type[PassOptions]] = RasdOptions
     tested_with: ClassVar[dict[str, Any]] = {"model": "self"}

@@ -12,6 +12,7 @@ all constants (``first_k``, ``first_eps``, ``retrieval_share``, ``max_continuati
 Deviations:
 
 - A share is not a count's but what the retriever has learnt of it: the chance that a node is accepted.
+- Retrieved nodes that the draft's likeliest ones hold already do not count against retrieval's budget.
 - All requests have chosen nodes, verified by the target's own draws (`tree_walk`): retrieved ones were not drawn.
 - The fused nodes are put in order by what each set of drafters was worth so far, as in `hybrid`, for budgets to cut.
 - Where reading a request costs more than a token is worth, the draft is not asked, and nothing is pruned.

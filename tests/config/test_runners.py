@@ -133,6 +133,13 @@ def test_where_methods_draft_on_v2() -> None:
     assert on_device == with_model - {"del"} | {"token_recycling", "hybrid"}
 
 
+def test_what_is_pruned_on_the_host_runs_on_v1(slice_dir: str, with_triton: None) -> None:
+    made_of = parse({"method": "rasd", "model": "self"})
+    reason = runners.choose(EngineArgs(slice_dir), made_of, None, encoded_kv=False)
+    why = "method 'rasd' prunes what was retrieved on the host, by the draft's first distribution"
+    assert (reason.runner, reason.reason) == ("V1", why)
+
+
 def test_where_heads_draft(slice_dir: str, with_triton: None, tmp_path: Path) -> None:
     target = Path(slice_dir)
     eagle = {"method": "eagle_tree", "model": tiny_eagle.random(tmp_path / "eagle", target)}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Session fixtures: an engine takes half a minute to start, so tests share a few."""
+"""Session fixtures: an engine takes time to start, so tests share a few."""
 
 from __future__ import annotations
 

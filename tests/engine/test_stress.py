@@ -32,7 +32,7 @@ def test_preemption_chunked_prefill_joining_and_leaving(plain_llm: Any, small_ll
     inputs = long_and_short_prompts(plain_llm, 16)
     # Different lengths, so that requests leave and waiting ones join all the time; longer ones where few drafts are
     # right, and requests grow side by side.
-    shortest = 25 if enough == 1 else 100
+    shortest = 40 if enough == 1 else 100
     params = [
         SamplingParams(temperature=0, max_tokens=shortest + 15 * (i % 7), ignore_eos=True) for i in range(16)
     ]

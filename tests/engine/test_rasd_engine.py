@@ -56,55 +56,57 @@ def test_output_beside_a_head_is_plains(plain_slice_llm: Any, slice_dir: str, tm
 @pytest.fixture(scope="module")
 def beside_itself(slice_dir: str) -> Iterator[Any]:
     """The draft is the target, and says one token: what is accepted behind that was retrieved."""
-    config = method(slice_dir, max_depth=1)
-    yield from engine(slice_dir, config, distributed_executor_backend="uni", block_size=BLOCK_SIZE)
+    yield from engine(slice_dir, method(slice_dir, max_depth=1), block_size=BLOCK_SIZE)
 
 
-def guesses(llm: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[list[bool], list[int]]:
-    """Of each step, whether the draft's likeliest token was the first one put out, and how many were."""
-    drafter = llm.llm_engine.model_executor.driver_worker.worker.model_runner.drafter
-    proposer = drafter.proposer
-    observe, right, lengths = proposer.observe, [], []
+def watch(worker: Any) -> None:
+    """Note of each step whether the draft's likeliest token was the first one put out, and how many were."""
+    proposer = worker.model_runner.drafter.proposer
+    worker.guesses, observe = [], type(proposer).observe
 
-    def watch(rows: Any) -> None:
+    def watched(rows: Any) -> None:
         for name, emitted in zip(rows.request_ids, rows.emitted, strict=True):
             q = proposer.draft.first.get(name)
             if q is not None and emitted:
-                right.append(int(q.ids[q.q.argmax()]) == emitted[0])
-                lengths.append(len(emitted))
-        observe(rows)
+                worker.guesses.append((int(q.ids[q.q.argmax()]) == emitted[0], len(emitted)))
+        observe(proposer, rows)
 
-    monkeypatch.setattr(proposer, "observe", watch)
-    return right, lengths
+    proposer.observe = watched
 
 
-def answer(llm: Any) -> None:
-    params = SamplingParams(temperature=0, max_tokens=80, ignore_eos=True)
-    generate(llm, long_and_short_prompts(llm, 6), [params] * 6)
+def guesses(worker: Any) -> list[tuple[bool, int]]:
+    found: list[tuple[bool, int]] = worker.guesses
+    return found
 
 
-def test_the_draft_has_read_what_was_accepted(beside_itself: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its keys and values are the committed text's: else it would not say what the target does."""
-    right, lengths = guesses(beside_itself, monkeypatch)
-    answer(beside_itself)
-    assert len(right) > 30
-    assert max(lengths) > 4  # more than the draft's token and the target's own
-    assert all(right)
-
-
-def test_a_draft_that_has_not_would_be_wrong(beside_itself: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The mutation: of what was accepted it reads the last token alone."""
-    passes = beside_itself.llm_engine.model_executor.driver_worker.worker.model_runner.drafter.passes
+def skip(worker: Any) -> None:
+    """The mutation: of what was accepted the draft reads the last token alone."""
+    passes = worker.model_runner.drafter.passes
     advance = passes.advance
 
-    def skip(num_tokens: Sequence[int], drafting: set[str]) -> None:
+    def skipping(num_tokens: Sequence[int], drafting: set[str]) -> None:
         for slot, name in enumerate(passes._runner.input_batch.req_ids):
             if passes._known[name]:
                 passes._known[name] = num_tokens[slot] - 1
         advance(num_tokens, drafting)
 
-    monkeypatch.setattr(passes, "advance", skip)
-    right, _ = guesses(beside_itself, monkeypatch)
-    beside_itself.reset_prefix_cache()
-    answer(beside_itself)
-    assert not all(right)
+    passes.advance = skipping
+
+
+def guessed(llm: Any) -> list[tuple[bool, int]]:
+    llm.collective_rpc(watch)
+    llm.reset_prefix_cache()
+    params = SamplingParams(temperature=0, max_tokens=80, ignore_eos=True)
+    generate(llm, long_and_short_prompts(llm, 6), [params] * 6)
+    found: list[tuple[bool, int]] = llm.collective_rpc(guesses)[0]
+    return found
+
+
+def test_the_draft_has_read_what_was_accepted(beside_itself: Any) -> None:
+    """Its keys and values are the committed text's: else it would not say what the target does."""
+    found = guessed(beside_itself)
+    assert len(found) > 30
+    assert max(length for _, length in found) > 4  # more than the draft's token and the target's own
+    assert all(right for right, _ in found)
+    beside_itself.collective_rpc(skip)
+    assert not all(right for right, _ in guessed(beside_itself))

@@ -350,7 +350,7 @@ def test_many_clients_get_what_one_gets(server: servers.Server) -> None:
 
 def test_a_bad_option_ends_start_up_before_the_model_is_loaded(model_dir: str) -> None:
     bad = servers.Server("bad", model_dir, "float32", {**METHOD, "matrix_width": 0})
-    done = subprocess.run(bad.command, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(bad.command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode != 0
     assert "matrix_width=0 is not allowed; allowed: integer, 1 to 32" in done.stderr + done.stdout
     assert "load model" not in done.stderr + done.stdout

@@ -22,7 +22,7 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from vllm_ext.kernels.learned_arrays import Learned, check_names
 from vllm_ext.kernels.user_paths import UserPath
@@ -69,6 +69,15 @@ class MethodOptions(BaseModel):
         le=1440.0,
         description="how often it is saved while the server runs; also when it shuts down",
     )
+
+
+def in_one_line(error: ValidationError, before: str = "") -> str:
+    """What is wrong with some options: each field, its value and why, with ``before`` in front of its name."""
+    problems = (
+        f"{before}{'.'.join(map(str, each['loc']))}={each['input']!r:.200}: {each['msg']}"
+        for each in error.errors(include_url=False)
+    )
+    return "; ".join(problem.removeprefix("=") for problem in problems)
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ from vllm_ext.kernels.fuse_trees import fuse_trees
 from vllm_ext.kernels.grown_tree import GrownTree
 from vllm_ext.kernels.learned_arrays import Learned, check_names
 from vllm_ext.proposers import registry
-from vllm_ext.proposers.base import MethodOptions, Proposer, Request, VerifiedRows
+from vllm_ext.proposers.base import MethodOptions, Proposer, Request, VerifiedRows, in_one_line
 from vllm_ext.proposers.calibration import Calibration
 from vllm_ext.proposers.clover import CloverOptions
 from vllm_ext.proposers.draft_model import DraftModelOptions, DraftModelProposer, PassOptions
@@ -114,12 +114,9 @@ def make_options(drafter: dict[str, Any] | str) -> tuple[type[Proposer], MethodO
     try:
         return proposer, proposer.Options.model_validate(options)
     except ValidationError as error:
-        problems = [
-            f"{name}.{'.'.join(map(str, problem['loc']))}={problem['input']!r:.200}: {problem['msg']}"
-            for problem in error.errors(include_url=False)
-        ]
+        problems = in_one_line(error, f"{name}.")
         raise ValueError(
-            f"drafters: {'; '.join(problems)}; its options are {', '.join(options_of(proposer))}"
+            f"drafters: {problems}; its options are {', '.join(options_of(proposer))}"
         ) from error
 
 

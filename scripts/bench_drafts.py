@@ -87,15 +87,37 @@ def use(worker: Any, method: str, options: dict[str, Any]) -> None:
     drafter.num_nodes = options["num_speculative_tokens"]
 
 
+def resampled(counts: Any) -> tuple[float, float]:
+    """Between what tokens a step are in 95 % of resamplings of the prompts.
+
+    Args:
+        counts: ``[num_prompts, 2]``, tokens and steps of each.
+    """
+    chosen = np.random.default_rng(0).integers(len(counts), size=(RESAMPLINGS, len(counts)))
+    sums = counts[chosen].sum(axis=1)
+    low, high = np.quantile(sums[:, 0] / sums[:, 1], [0.025, 0.975]).tolist()
+    return low, high
+
+
+def settings_of(arguments: argparse.Namespace) -> Settings:
+    """What the engine is made with."""
+    return Settings(
+        model=arguments.model or str(embedded_model.ensure_model()),
+        prompt_files=tuple(arguments.prompts),
+        methods=(),
+        max_tokens=arguments.max_tokens,
+        dtype=arguments.dtype,
+        kv_cache_memory_bytes=1 << 29,
+    )
+
+
 def row(nodes: int, temperature: float, method: str, answers: Sequence[Answer], drafts: int) -> Row:
     """The figures of some answers; each prompt's stay together when prompts are resampled."""
     counts = np.zeros((1 + max(answer.prompt for answer in answers), 2))
     for answer in answers:
         counts[answer.prompt] += answer.decode_tokens, answer.decode_steps
     counts = counts[counts[:, 1] > 0]
-    chosen = np.random.default_rng(0).integers(len(counts), size=(RESAMPLINGS, len(counts)))
-    sums = counts[chosen].sum(axis=1)
-    low, high = np.quantile(sums[:, 0] / sums[:, 1], [0.025, 0.975]).tolist()
+    low, high = resampled(counts)
     tokens, steps = counts.sum(axis=0).tolist()
     return Row(nodes, temperature, method, tokens / steps, low, high, drafts / steps, int(steps))
 
@@ -143,14 +165,7 @@ def main() -> None:
         parser.error(
             f"--nodes={arguments.nodes}: no shapes for {unknown}; {', '.join(map(str, SHAPES))} have some"
         )
-    settings = Settings(
-        model=arguments.model or str(embedded_model.ensure_model()),
-        prompt_files=tuple(arguments.prompts),
-        methods=(),
-        max_tokens=arguments.max_tokens,
-        dtype=arguments.dtype,
-        kv_cache_memory_bytes=1 << 29,
-    )
+    settings = settings_of(arguments)
     side_by_side.set_environment(verbose=False)
     prompts = side_by_side.encode_prompts(settings, [])
     rows: list[Row] = []

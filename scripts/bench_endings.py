@@ -11,12 +11,11 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from bench_schemas import QUESTION, SHOWN, is_valid
+from bench_schemas import QUESTION, SHOWN, first_of, is_valid
 
 from vllm_ext.demo import embedded_model
 
@@ -94,13 +93,7 @@ def main() -> None:
         additional_config={"vllm_ext": {"structured_outputs": {}, "rules": {"close_by_max_tokens": {}}}},
         kv_cache_memory_bytes=1 << 29,
     )
-    taken: Counter[str] = Counter()
-    schemas = []
-    for line in arguments.schemas.read_text().splitlines():
-        entry = json.loads(line)
-        taken[entry["category"]] += 1
-        if taken[entry["category"]] <= arguments.each:
-            schemas.append(entry["schema"])
+    schemas = [entry["schema"] for entry in first_of(arguments.schemas, arguments.each)]
     bound = {"max_whitespace": arguments.max_whitespace}
     ways = {"neither": {}, "max_whitespace": bound, "close_by_max_tokens": CLOSE, "both": {**bound, **CLOSE}}
     found: list[dict[str, Any]] = []

@@ -22,17 +22,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from bench_drafts import resampled, settings_of
 
 os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # functions are sent to the worker
 os.environ.setdefault("VLLM_PLUGINS", "vllm_ext")
 
 from vllm_ext.bench import side_by_side
 from vllm_ext.bench.engine import Engine
-from vllm_ext.bench.settings import Method, Settings
+from vllm_ext.bench.settings import Method
 from vllm_ext.bench.stats import Answer, Round
-from vllm_ext.demo import embedded_model
-
-RESAMPLINGS = 2000
 
 
 def use(worker: Any, method: str, given: dict[str, Any]) -> None:
@@ -80,9 +78,7 @@ def take_passes(worker: Any) -> int:
 def figures(answers: Sequence[Answer], drafts: int, passes: int) -> dict[str, float]:
     """Of one method's answers; each prompt's stay together when prompts are resampled."""
     counts = np.array([(each.decode_tokens, each.decode_steps) for each in answers if each.decode_steps])
-    chosen = np.random.default_rng(0).integers(len(counts), size=(RESAMPLINGS, len(counts)))
-    sums = counts[chosen].sum(axis=1)
-    low, high = np.quantile(sums[:, 0] / sums[:, 1], [0.025, 0.975]).tolist()
+    low, high = resampled(counts)
     tokens, steps = counts.sum(axis=0).tolist()
     return {
         "tokens_per_step": tokens / steps,
@@ -124,14 +120,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--json", type=Path, required=True)
     arguments = parser.parse_args()
-    settings = Settings(
-        model=arguments.model or str(embedded_model.ensure_model()),
-        prompt_files=tuple(arguments.prompts),
-        methods=(),
-        max_tokens=arguments.max_tokens,
-        dtype=arguments.dtype,
-        kv_cache_memory_bytes=1 << 29,
-    )
+    settings = settings_of(arguments)
     side_by_side.set_environment(verbose=False)
     prompts = side_by_side.encode_prompts(settings, [])
     common = {

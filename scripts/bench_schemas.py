@@ -165,6 +165,18 @@ def summary(
     }
 
 
+def first_of(file: Path, each: int) -> list[dict[str, Any]]:
+    """The first so many lines of each category."""
+    taken: Counter[str] = Counter()
+    entries = []
+    for line in file.read_text().splitlines():
+        entry = json.loads(line)
+        taken[entry["category"]] += 1
+        if taken[entry["category"]] <= each:
+            entries.append(entry)
+    return entries
+
+
 def main() -> None:
     """Read the arguments, ask, and print a table."""
     parser = argparse.ArgumentParser(
@@ -186,13 +198,7 @@ def main() -> None:
     parser.add_argument("--close", action="store_true", help="bring answers to an end within --max-tokens")
     arguments = parser.parse_args()
     model = str(embedded_model.ensure_model())
-    taken: Counter[str] = Counter()
-    entries = []
-    for line in arguments.schemas.read_text().splitlines():
-        entry = json.loads(line)
-        taken[entry["category"]] += 1
-        if taken[entry["category"]] <= arguments.each:
-            entries.append(entry)
+    entries = first_of(arguments.schemas, arguments.each)
     found: list[dict[str, Any]] = []
     expected: list[Answer] = []
     print(

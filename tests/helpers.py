@@ -120,3 +120,10 @@ def preemptions(llm: Any) -> int:
     (metric,) = [m for m in llm.get_metrics() if m.name == "vllm:num_preemptions"]
     value: int = metric.value
     return value
+
+
+def seen(worker: Any) -> dict[str, int]:
+    """For ``collective_rpc``: what a test has a worker count in ``worker.seen``, since it was last asked."""
+    counts = dict(worker.seen)
+    worker.seen.update(dict.fromkeys(counts, 0))
+    return counts

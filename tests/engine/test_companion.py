@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from conftest import engine
 from distribution import BLOCK_SIZE, SAMPLES, distort, expected, least_p_value, p_value, sample
-from helpers import assert_same_outputs, generate, long_and_short_prompts, preemptions
+from helpers import assert_same_outputs, generate, long_and_short_prompts, preemptions, seen
 from vllm import SamplingParams
 
 from vllm_ext.data import answers
@@ -61,12 +61,6 @@ def watch(worker: Any) -> None:
         return inner(runner, trees, num_draft_tokens, sampled)
 
     drafter.step = step
-
-
-def seen(worker: Any) -> dict[str, int]:
-    counts = dict(worker.seen)
-    worker.seen.update(dict.fromkeys(counts, 0))
-    return counts
 
 
 @pytest.fixture

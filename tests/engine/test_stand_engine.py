@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from conftest import engine
 from distribution import BLOCK_SIZE, SAMPLES, expected, least_p_value, p_value, sample
-from helpers import assert_same_outputs, generate, long_and_short_prompts
+from helpers import assert_same_outputs, generate, long_and_short_prompts, seen
 from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 
@@ -37,12 +37,6 @@ def watch(worker: Any) -> None:
         return inner(runner, trees, num_draft_tokens, sampled)
 
     drafter.step = step
-
-
-def seen(worker: Any) -> dict[str, int]:
-    counts = dict(worker.seen)
-    worker.seen.update(dict.fromkeys(counts, 0))
-    return counts
 
 
 def test_greedy_and_seeded_tokens_are_plains(plain_slice_llm: Any, drawing: Any) -> None:
@@ -95,7 +89,7 @@ def test_drawn_trees_have_plains_distribution(plain_slice_llm: Any, drawing: Any
     (totals,) = drawing.collective_rpc("vllm_ext_counters")
     assert totals["fallbacks:proposer_error"] == 0
     assert totals["spec_accepted_tokens"] > 100
-    # The mutation: trees are not drawn anew. That all is accepted would not be found: the table knows the target's law.
+    # The mutation: trees are not drawn again. That all is accepted would not be found: the table knows the law.
     drawing.collective_rpc(repeat)
     biased = sample(drawing, SAMPLES)
     assert min(p_value(a, b) for a, b in zip(expected(plain_slice_llm), biased, strict=True)) < 1e-6

@@ -8,7 +8,6 @@ committed tokens, which the scheduler reserves (`scheduler.drafts`).
 
 from __future__ import annotations
 
-import copy
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -22,9 +21,10 @@ from vllm.config import set_current_vllm_config
 from vllm.distributed.parallel_state import get_tp_group
 
 from vllm_ext.engine.draft_model.passes import Companion
-from vllm_ext.engine.models import cpu_linear
+from vllm_ext.engine.models import cpu_linear, eagle_head
+from vllm_ext.engine.models.second_model import with_speculation
 from vllm_ext.engine.tree_layout import StepTrees
-from vllm_ext.proposers.base import Proposer
+from vllm_ext.proposers.base import Proposer, in_one_line
 from vllm_ext.proposers.budget import GoodputBudget
 from vllm_ext.proposers.hybrid import Hybrid
 from vllm_ext.proposers.vllm_chain import VllmChain, VllmChainOptions
@@ -52,9 +52,10 @@ def check(vllm_config: Any, options: VllmChainOptions, num_nodes: int) -> None:
             f"{parallel}: ranks would have to pass together. Leave the drafter out, or take one of vllm-ext's own."
         )
     try:
-        config = _speculative_config(vllm_config, options)
+        config = with_speculation(vllm_config, **options.speculative_config).speculative_config
     except (ValueError, ImportError, OSError, AssertionError) as error:
-        raise ValueError(f"{field}: vLLM does not take it: {_in_one_line(error)}") from error
+        problem = in_one_line(error) if isinstance(error, ValidationError) else str(error)
+        raise ValueError(f"{field}: vLLM does not take it: {problem}") from error
     if config.num_speculative_tokens > num_nodes:
         raise ValueError(
             f"{field}.num_speculative_tokens={config.num_speculative_tokens} is not allowed; allowed: at most "
@@ -75,25 +76,6 @@ def check(vllm_config: Any, options: VllmChainOptions, num_nodes: int) -> None:
         )
     if more:
         scheduler.max_num_scheduled_tokens = min(left, scheduler.max_num_scheduled_tokens or left)
-
-
-def _in_one_line(error: Exception) -> str:
-    if not isinstance(error, ValidationError):
-        return str(error)
-    return "; ".join(
-        f"{'.'.join(map(str, each['loc']))}={each['input']!r:.200}: {each['msg']}".removeprefix("=")
-        for each in error.errors(include_url=False)
-    )
-
-
-def _speculative_config(vllm_config: Any, options: VllmChainOptions) -> Any:
-    from vllm.config import SpeculativeConfig
-
-    return SpeculativeConfig(
-        **options.speculative_config,
-        target_model_config=vllm_config.model_config,
-        target_parallel_config=vllm_config.parallel_config,
-    )
 
 
 class VllmProposers:
@@ -117,7 +99,7 @@ class VllmProposers:
         self,
         runner: Any,
         trees: StepTrees,
-        sampled: Sequence[Sequence[int]],
+        sampled: list[list[int]],
         proposer: Proposer,
         budget: GoodputBudget | None,
     ) -> Iterator[None]:
@@ -158,8 +140,7 @@ class VllmProposer(Companion):
     def __init__(self, vllm_config: Any, chain: VllmChain) -> None:
         super().__init__()
         self._options = chain.options
-        self._config = copy.copy(vllm_config)  # layers are found by what both share
-        self._config.speculative_config = _speculative_config(vllm_config, chain.options)
+        self._config = with_speculation(vllm_config, **chain.options.speculative_config)
         self._device = torch.device(vllm_config.device_config.device)
         self._method = self._config.speculative_config.method
         self.most = int(self._config.speculative_config.num_speculative_tokens)
@@ -212,11 +193,7 @@ class VllmProposer(Companion):
             self.proposer.load_model(target)
         self.own_layers = sorted(getattr(self.proposer, "_draft_attn_layer_names", ()))
         if getattr(self.proposer, "eagle3_use_aux_hidden_state", False) and self._method == "eagle3":
-            hf_config = self._config.speculative_config.draft_model_config.hf_config
-            named = getattr(hf_config, "eagle_aux_hidden_state_layer_ids", None)
-            named = named or (getattr(hf_config, "eagle_config", None) or {}).get(
-                "eagle_aux_hidden_state_layer_ids"
-            )
+            named = eagle_head.layer_ids(self._config.speculative_config.draft_model_config.hf_config)
             self._aux_layers = tuple(named or target.get_eagle3_default_aux_hidden_state_layers())
 
     def bind(self, runner: Any) -> None:
@@ -233,7 +210,7 @@ class VllmProposer(Companion):
                 self.proposer.dummy_run(num_tokens=16)
 
     def before(
-        self, runner: Any, trees: StepTrees, sampled: Sequence[Sequence[int]], chain: VllmChain, rate: float
+        self, runner: Any, trees: StepTrees, sampled: list[list[int]], chain: VllmChain, rate: float
     ) -> None:
         """Before all drafters are asked: hand over to the one that asks, and say what pays.
 
@@ -246,8 +223,7 @@ class VllmProposer(Companion):
         """
         self._asked = False
         chain.most, chain.varies, chain.reads = self.most, self._method not in WHOLE, bool(self.own_layers)
-        tokens = [list(map(int, each)) for each in sampled]
-        chain.ask = lambda length: self._ask(runner, trees, tokens, length)
+        chain.ask = lambda length: self._ask(runner, trees, sampled, length)
         size = _rounded(len(sampled))
         least = rate * self._first.get(size, 0.0), rate * self._each.get(size, 0.0)
         if self._config.parallel_config.world_size > 1:  # clocks differ, and ranks must pass alike

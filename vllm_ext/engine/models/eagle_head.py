@@ -6,20 +6,19 @@ Relatives of EAGLE-3 have classes of ours, which vLLM without us does not know.
 
 from __future__ import annotations
 
-import copy
 import json
 from typing import Any
 
 import torch
 from pydantic import ValidationError
-from vllm.config import SpeculativeConfig, set_current_vllm_config
+from vllm.config import set_current_vllm_config
 from vllm.logger import init_logger
 from vllm.model_executor.models import ModelRegistry
 
 from vllm_ext.config.head_files import FALCON_BLOCK
 from vllm_ext.data import model_files
 from vllm_ext.engine.models import cpu_linear
-from vllm_ext.engine.models.second_model import weight_bytes
+from vllm_ext.engine.models.second_model import weight_bytes, with_speculation
 
 logger = init_logger("vllm.vllm_ext")
 
@@ -51,21 +50,17 @@ def vllms_config(vllm_config: Any, name: str) -> Any:
         for each in RELATIVES.keys() & architectures:
             ModelRegistry.register_model(each, RELATIVES[each])
         third = any("Eagle3" in each for each in architectures) or any(hint in config for hint in HINTS)
-        speculation = SpeculativeConfig(
+        return with_speculation(
+            vllm_config,
             method="eagle3" if third else "eagle",
             model=str(folder),
             num_speculative_tokens=1,
-            target_model_config=target,
-            target_parallel_config=vllm_config.parallel_config,
         )
     except (OSError, ValueError) as error:
         problem = error.errors()[0]["msg"] if isinstance(error, ValidationError) else str(error)
         raise ValueError(
             f"{FIELD}={name!r} cannot be used beside {target.model}: {problem.rstrip('.')}. {WAY_OUT}"
         ) from error
-    made = copy.copy(vllm_config)
-    made.speculative_config = speculation
-    return made
 
 
 def check(vllm_config: Any, name: str) -> None:
@@ -85,14 +80,15 @@ def check(vllm_config: Any, name: str) -> None:
     ):
         if own != its:
             raise ValueError(f"{FIELD}={name!r}: its {what} is {own}, that of {model.model} {its}. {WAY_OUT}")
-    if wrong := [layer for layer in _layer_ids(draft) if not 0 <= layer <= text.num_hidden_layers]:
+    if wrong := [layer for layer in layer_ids(draft) if not 0 <= layer <= text.num_hidden_layers]:
         raise ValueError(
             f"{FIELD}={name!r}: it reads the target after {wrong} layers; {model.model} has "
             f"{text.num_hidden_layers}. {WAY_OUT}"
         )
 
 
-def _layer_ids(draft: Any) -> list[int]:
+def layer_ids(draft: Any) -> list[int]:
+    """After how many of the target's layers a head reads hidden states, by its config; none: it does not say."""
     of_eagle = getattr(draft, "eagle_config", None) or {}
     found = getattr(draft, "eagle_aux_hidden_state_layer_ids", None)
     return list(found or of_eagle.get("eagle_aux_hidden_state_layer_ids") or [])
@@ -133,7 +129,7 @@ class EagleHead:
         self.layers: list[int] = []
         if speculation.method == "eagle3" and getattr(self.model.model, "use_aux_hidden_state", True):
             default = getattr(target, "get_eagle3_default_aux_hidden_state_layers", lambda: ())
-            self.layers = sorted(_layer_ids(speculation.draft_model_config.hf_config) or default())
+            self.layers = sorted(layer_ids(speculation.draft_model_config.hf_config) or default())
         ids = getattr(self.model, "draft_id_to_target_id", None)
         # int64 [rows of its language head], which tokens they are; None: all, in order.
         self.token_map: torch.Tensor | None = None

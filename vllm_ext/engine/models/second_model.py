@@ -3,11 +3,12 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
-from vllm.config import ModelConfig, set_current_vllm_config
+from vllm.config import ModelConfig, SpeculativeConfig, set_current_vllm_config
 from vllm.config.utils import replace
 from vllm.logger import init_logger
 
@@ -62,6 +63,25 @@ def load(vllm_config: Any, options: Chosen, target: Any, prefix: str) -> tuple[A
         if name not in before and isinstance(layer, AttentionLayerBase)
     ]
     return config, model, own
+
+
+def with_speculation(vllm_config: Any, **given: Any) -> Any:
+    """The target's VllmConfig, with vLLM's own speculation in it; layers are found by what both share.
+
+    Args:
+        vllm_config: the target's; it is left as it is.
+        given: as ``--speculative-config`` takes it.
+
+    Raises:
+        ValueError: vLLM's own, for what it does not take.
+    """
+    made = copy.copy(vllm_config)
+    made.speculative_config = SpeculativeConfig(
+        **given,
+        target_model_config=vllm_config.model_config,
+        target_parallel_config=vllm_config.parallel_config,
+    )
+    return made
 
 
 def log_draft(options: Chosen, model: Any, layers: Sequence[str]) -> None:

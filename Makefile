@@ -17,7 +17,7 @@ export VLLM_CPU_KVCACHE_SPACE ?= 1
 demo: $(INSTALLED)  ## plain vLLM beside Token Recycling: real server, real model, real prompts
 	$(BIN)/vllm-ext demo
 
-test: $(INSTALLED)  ## the test suite: twenty minutes on two cores
+test: $(INSTALLED)  ## the test suite: half an hour on two cores
 	PYTHON=$(BIN)/python scripts/test.sh
 
 test-all: $(INSTALLED)  ## with what tests the same by another method, all of V2, and a part of test-033: an hour

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import tiny_eagle
 import tiny_heads
+import tiny_mtp
 from conftest import engine
 from distribution import BLOCK_SIZE, least_p_value
 from engine_heads import along, assert_knows_everything, assert_plains
@@ -36,7 +37,10 @@ def beside(nodes: int, others: list[str], **vllms: Any) -> dict[str, Any]:
     "kind",
     [
         "eagle3",
-        *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("late", "draft_model", "medusa")),
+        *(
+            pytest.param(kind, marks=pytest.mark.slow)
+            for kind in ("late", "eagle", "mtp", "draft_model", "medusa")
+        ),
     ],
 )
 def test_a_draft_that_knows_everything(kind: str, cycle: tuple[str, Any], tmp_path: Path) -> None:
@@ -46,11 +50,17 @@ def test_a_draft_that_knows_everything(kind: str, cycle: tuple[str, Any], tmp_pa
     method = "eagle3" if late else kind
     if kind == "draft_model":
         model = folder
+    elif kind == "mtp":
+        folder = tiny_mtp.knowing(tmp_path / "target", Path(folder))
+        model = None  # it is in the target's checkpoint
+    elif kind == "eagle":
+        model = tiny_eagle.first(tmp_path / "head", Path(folder))
     elif kind == "medusa":
         model = tiny_heads.knowing(tmp_path / "heads", Path(folder), after)
     else:
         model = tiny_eagle.knowing(tmp_path / "head", Path(folder), after, "token", late)
-    config = beside(4, [], method=method, model=model, num_speculative_tokens=4)
+    vllms = {"method": method, "model": model, "num_speculative_tokens": 4}
+    config = beside(4, [], **{name: value for name, value in vllms.items() if value is not None})
     assert_knows_everything(folder, after, config, 4, late, along(after))
 
 

@@ -7,6 +7,7 @@ Nothing here is newer than Python 3.7, and no other file of ours is imported bef
 from __future__ import annotations
 
 import platform
+import signal
 import sys
 
 from vllm_ext.compat.python_version import MIN_PYTHON, PYTHON_WAY_OUT
@@ -23,4 +24,6 @@ def main() -> None:
             f"vllm-ext cannot run here: {error.name} is not installed in {sys.prefix}\n"
             "-> pip install 'vllm-ext[cuda]', or 'vllm-ext[cpu]' without a GPU"
         )
+    # As on an error: what `kill` ends at once leaves its engines behind, with their memory.
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     app()

@@ -286,3 +286,29 @@ def test_a_missing_dependency_is_named() -> None:
     assert done.returncode == 1
     assert "Traceback" not in done.stderr
     assert "rich is not installed" in done.stderr
+
+
+def test_what_is_terminated_shuts_its_engines_down() -> None:
+    """They are not daemons of its process: whoever ends without a word leaves them running."""
+    program = """
+import sys, time
+from vllm_ext import entry
+from vllm_ext.cli.main import app
+
+@app.command()
+def wait():
+    try:
+        print("engines", flush=True)
+        time.sleep(60)
+    finally:
+        print("shut down")
+
+sys.argv = ["vllm-ext", "wait"]
+entry.main()
+"""
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "engines\n"
+        process.terminate()
+        assert process.stdout.read() == "shut down\n"
+    assert process.returncode == 143

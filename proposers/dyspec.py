@@ -21,16 +21,13 @@ Deviations, ours:
 from __future__ import annotations
 
 import heapq
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, ClassVar
 
 from vllm_ext.kernels.chance import Chance
 from vllm_ext.kernels.sparse import Float64, Sparse
-from vllm_ext.proposers.base import Request
-from vllm_ext.proposers.draft_model import DraftModelProposer
-from vllm_ext.proposers.joint_tree import JointTree
+from vllm_ext.proposers.joint_tree import JointProposer
 from vllm_ext.proposers.sampled import ASKED_PER_NODE, ROOT, TreeBuilder, largest, share
-from vllm_ext.proposers.tree import DraftTree
 
 if TYPE_CHECKING:
     from vllm_ext.proposers.sampled_device import Growth  # with torch
@@ -106,24 +103,10 @@ class SampledTree(TreeBuilder):
         return largest(self.values, self._num_nodes)
 
 
-class DynamicTreeProposer(DraftModelProposer):
-    """Trees that are drawn grow where acceptance is likely, whatever drafts.
-
-    In a hybrid a draft that is asked node by node goes on below what the other drafters say (`joint_tree`).
-    """
+class DynamicTreeProposer(JointProposer):
+    """Trees that are drawn grow where acceptance is likely, whatever drafts."""
 
     on_v2 = "device"
-    fuses: ClassVar[bool] = True
-    in_rounds: ClassVar[bool] = True
-    # Set by a hybrid, by request id: what its other drafters propose, and what passes have been worth.
-    beside: Mapping[str, DraftTree] = {}
-    given: Mapping[str, float] = {}
-
-    def _builder(self, request: Request) -> TreeBuilder:
-        others = self.beside.get(request.request_id)
-        if others is None or request.chain:
-            return super()._builder(request)
-        return JointTree(*self.limits(request), others, self.given[request.request_id])
 
     def drawn(self, num_nodes: int, max_depth: int) -> TreeBuilder:
         """See `DraftModelProposer.drawn`."""

@@ -29,9 +29,9 @@ from vllm_ext.proposers.base import MethodOptions, Proposer, Request, VerifiedRo
 from vllm_ext.proposers.calibration import Calibration
 from vllm_ext.proposers.clover import CloverOptions
 from vllm_ext.proposers.draft_model import DraftModelOptions, DraftModelProposer, PassOptions
-from vllm_ext.proposers.dyspec import DynamicTreeProposer
 from vllm_ext.proposers.eagle import EagleOptions
-from vllm_ext.proposers.joint_tree import PassGain, unsaid
+from vllm_ext.proposers.joint_tree import JointProposer, PassGain, unsaid
+from vllm_ext.proposers.layerskip import LayerSkipOptions
 from vllm_ext.proposers.medusa import MedusaOptions
 from vllm_ext.proposers.tree import DraftTree, Float32
 from vllm_ext.proposers.vllm_chain import NAME as VLLM
@@ -44,8 +44,8 @@ FUSING = ("hybrid", "rasd")  # methods with drafters
 MAX_DRAFTERS = 4  # 15 sets times 13 bins are 195 groups; a group is a byte
 # Prior: a bin's middle, for one drafter; every further one that agrees takes a third off the doubt.
 AGREEMENT = 2 / 3
-# Of methods that ask heads, or a model of their own.
-DraftOptions = EagleOptions | MedusaOptions | CloverOptions | DraftModelOptions
+# Of methods that ask heads, a model of their own, or the target's first layers.
+DraftOptions = EagleOptions | MedusaOptions | CloverOptions | DraftModelOptions | LayerSkipOptions
 
 
 class HybridOptions(MethodOptions):
@@ -105,8 +105,9 @@ def make_options(drafter: dict[str, Any] | str) -> tuple[type[Proposer], MethodO
             else "leave it out"
         )
         raise ValueError(f"drafters: {name!r} cannot be fused with others; {instead}")
-    if options.get("export_dir") is not None:
-        raise ValueError(f"drafters: {name}.export_dir needs {name} alone; leave it out")
+    for option in getattr(proposer, "only_alone", ()):
+        if options.get(option) is not None:
+            raise ValueError(f"drafters: {name}.{option} needs {name} alone; leave it out")
     if not proposer.fuses:
         raise ValueError(
             f"drafters: {name!r} has rows in the tree that only its own drafts go with; leave it out, or use it alone"
@@ -142,8 +143,8 @@ def reads_nodes(options: MethodOptions) -> bool:
     return isinstance(options, PassOptions) or isinstance(draft_of(options), PassOptions)
 
 
-def _in_rounds(drafter: Proposer) -> TypeGuard[DynamicTreeProposer]:
-    return isinstance(drafter, DynamicTreeProposer) and drafter.in_rounds
+def _in_rounds(drafter: Proposer) -> TypeGuard[JointProposer]:
+    return isinstance(drafter, JointProposer) and drafter.in_rounds
 
 
 def _asks_vllm(drafter: Proposer) -> TypeGuard[VllmChain]:
@@ -252,7 +253,7 @@ class Hybrid(Proposer):
 
     def _beside(
         self,
-        drafter: DynamicTreeProposer,
+        drafter: JointProposer,
         requests: Sequence[Request],
         others: Mapping[str, DraftTree],
     ) -> list[DraftTree]:

@@ -8,13 +8,16 @@ little, and no pass takes place; see `sampled.grow`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import ClassVar
 
 import numpy as np
 
 from vllm_ext.kernels.sparse import Sparse
+from vllm_ext.proposers.base import Request
+from vllm_ext.proposers.draft_model import DraftModelProposer
 from vllm_ext.proposers.likeliest_tree import LikeliestTree
-from vllm_ext.proposers.sampled import ROOT, largest, share
+from vllm_ext.proposers.sampled import ASKED_PER_NODE, ROOT, TreeBuilder, largest, share
 from vllm_ext.proposers.tree import DraftTree
 
 FADE = 0.98  # of evidence, a step
@@ -97,10 +100,18 @@ class JointTree(LikeliestTree):
         max_depth: deepest nodes.
         others: the other tree, with the chances of its paths.
         given: tokens for each of reach, see `PassGain`.
+        asked_per_node: as in `LikeliestTree`.
     """
 
-    def __init__(self, num_nodes: int, max_depth: int, others: DraftTree, given: float = 1.0) -> None:
-        super().__init__(num_nodes, max_depth)
+    def __init__(
+        self,
+        num_nodes: int,
+        max_depth: int,
+        others: DraftTree,
+        given: float = 1.0,
+        asked_per_node: int = ASKED_PER_NODE,
+    ) -> None:
+        super().__init__(num_nodes, max_depth, asked_per_node)
         self._given = given
         self._own: dict[
             int, float
@@ -174,3 +185,21 @@ class JointTree(LikeliestTree):
             np.array([place[self.parents[node]] for node in kept], np.int32),
             np.array([chances[node] for node in kept], np.float32),
         )
+
+
+class JointProposer(DraftModelProposer):
+    """A draft that is asked node by node: in a hybrid it goes on below what the other drafters say."""
+
+    fuses: ClassVar[bool] = True
+    in_rounds: ClassVar[bool] = True
+    asked_per_node: ClassVar[int] = ASKED_PER_NODE
+    # Set by a hybrid, by request id: what its other drafters propose, and what passes have been worth.
+    beside: Mapping[str, DraftTree] = {}
+    given: Mapping[str, float] = {}
+
+    def _builder(self, request: Request) -> TreeBuilder:
+        others = self.beside.get(request.request_id)
+        if others is None or request.chain:
+            return super()._builder(request)
+        given = self.given[request.request_id]
+        return JointTree(*self.limits(request), others, given, self.asked_per_node)

@@ -16,6 +16,7 @@ from typing import ClassVar
 from pydantic import Field
 
 from vllm_ext.proposers.base import MethodOptions
+from vllm_ext.proposers.joint_tree import JointProposer
 from vllm_ext.proposers.self_draft import HeadOptions, SelfDraftProposer, ShapeOptions
 
 
@@ -27,13 +28,15 @@ class LayerSkipOptions(HeadOptions, ShapeOptions):
     )
 
 
-class LayerSkip(SelfDraftProposer):
-    """A chain or small tree by the layers below one exit."""
+class LayerSkip(JointProposer, SelfDraftProposer):
+    """A chain or small tree by the layers below one exit; in a hybrid, nodes below the others'."""
 
     summary: ClassVar[str] = "the model's first layers draft, the others verify"
     paper: ClassVar[str] = "arXiv 2404.16710"
     on_v2 = "device"
     Options: ClassVar[type[MethodOptions]] = LayerSkipOptions
+    only_alone = ("width", "least_sure")
+    asked_per_node = 1  # leaves have places, too
 
     def exits(self, num_layers: int) -> list[int]:
         """After how many of the model's layers it exits: one number."""

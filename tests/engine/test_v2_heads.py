@@ -135,7 +135,15 @@ def fused_model(v2_dir: str) -> tuple[Path, Any]:
     return Path(v2_dir), v2_engine(v2_dir, beside_tables(method("self", "dyspec")), num_gpu_blocks_override=9)
 
 
-@pytest.fixture(params=["random_eagle", "random_fused", "fused_model"])
+@pytest.fixture(scope="module")
+def fused_exit(v2_dir: str) -> tuple[Path, Any]:
+    """The same layer as an early exit, over the target's own KV."""
+    given = beside_tables(method("", "layerskip"))
+    given["drafters"][0] = {"method": "layerskip", "exit_layer": 1}
+    return Path(v2_dir), v2_engine(v2_dir, given, num_gpu_blocks_override=9)
+
+
+@pytest.fixture(params=["random_eagle", "random_fused", "fused_model", "fused_exit"])
 def random(request: pytest.FixtureRequest) -> tuple[Path, Any]:
     """Either of them."""
     found: tuple[Path, Any] = request.getfixturevalue(request.param)

@@ -145,7 +145,8 @@ def test_options_make_the_drafters() -> None:
             [{"method": "rsd_s", "model": "m"}],
             r"'rsd_s' cannot be fused with others; 'dyspec' drafts with the same model",
         ),
-        (["layerskip"], r"'layerskip' cannot be fused with others; leave it out"),
+        (["unified_skip"], r"'unified_skip' cannot be fused with others; leave it out"),
+        ([{"method": "layerskip", "width": 2}], r"layerskip\.width needs layerskip alone"),
         (
             [{"method": "dyspec", "model": "m", "export_dir": "d"}],
             r"dyspec\.export_dir needs dyspec alone",

@@ -33,6 +33,7 @@ from vllm_ext.proposers.clover import CloverOptions
 from vllm_ext.proposers.draft_model import DraftModelOptions, DraftModelProposer
 from vllm_ext.proposers.eagle import EagleOptions
 from vllm_ext.proposers.hybrid import chains_of, draft_of, reads_nodes
+from vllm_ext.proposers.layerskip import LayerSkip, LayerSkipOptions
 from vllm_ext.proposers.medusa import MedusaOptions
 from vllm_ext.proposers.ppd import PpdOptions
 from vllm_ext.proposers.self_draft import SelfDraftOptions
@@ -121,14 +122,16 @@ class Speculation(Feature):
         drafting = draft_of(settings.options)
         if isinstance(drafting, DraftModelOptions):
             second_model.check(vllm_config, drafting)
+        elif isinstance(drafting, LayerSkipOptions):
+            layer_slices.check(vllm_config, "layerskip", LayerSkip, drafting)
         elif drafting is not None:
             CHECKS[type(drafting)](vllm_config, drafting.model)
+        elif isinstance(settings.options, SelfDraftOptions):
+            layer_slices.check(vllm_config, settings.method, settings.proposer_class, settings.options)
         for chain in chains_of(settings.options):
             vllm_proposer.check(vllm_config, chain, settings.options.num_speculative_tokens)
         if isinstance(settings.options, PpdOptions):
             prompt_embeddings.check(vllm_config, settings.options.model, settings.options.num_prompt_tokens)
-        if isinstance(settings.options, SelfDraftOptions):
-            layer_slices.check(vllm_config, settings)
         patches.read_requests()
         # Not before: vLLM chooses one itself, and knows its own by name while it does.
         parallel = vllm_config.parallel_config

@@ -30,7 +30,7 @@ from vllm_ext.proposers.eagle import EagleOptions
 from vllm_ext.proposers.exit_budget import ExitBudget
 from vllm_ext.proposers.exit_choice import ExitChoice, loaded_layers
 from vllm_ext.proposers.hybrid import DraftOptions, Hybrid
-from vllm_ext.proposers.layerskip import LayerSkip
+from vllm_ext.proposers.layerskip import LayerSkip, LayerSkipOptions
 from vllm_ext.proposers.reading_cost import ReadingCost
 from vllm_ext.proposers.step_cost import StepCost
 from vllm_ext.proposers.tree import DraftTree, Int32
@@ -65,11 +65,7 @@ class ModelDrafts:
             if isinstance(proposer, DynamicExit):
                 self._choice = ExitChoice(len(exits), min(options.num_speculative_tokens, options.max_depth))
                 self._layers = loaded_layers(exits, num_layers, self._choice.max_drafted)
-            heads = {}
-            if options.heads:
-                device = torch.device(vllm_config.device_config.device)
-                heads = exit_heads.load(options.heads, exits, vllm_config.model_config.dtype, device)
-            self.passes = EarlyExit(vllm_config, exits, heads)
+            self.passes = _exits(vllm_config, exits, options.heads)
         elif isinstance(proposer, UnifiedSkip):
             self.passes = SkippedLayers(vllm_config, balanced(num_layers, options.speedup))
         else:
@@ -286,6 +282,7 @@ class FusedDraft:
         )
         self._reading = ReadingCost()
         self._read: Callable[[set[str]], None] | None = None  # of this step, until it has taken place
+        self._drafting: set[str] = set()  # requests that the draft was asked about
 
     def before(
         self, runner: Any, trees: StepTrees, requests: Sequence[Request], hybrid: Hybrid, rate: float
@@ -323,11 +320,24 @@ class FusedDraft:
         else:
             hybrid.read = self.read
 
+    @property
+    def early_exit(self) -> EarlyExit | None:
+        """The passes, if they are an early exit's."""
+        return self.passes if isinstance(self.passes, EarlyExit) else None
+
     def read(self, drafting: set[str]) -> None:
         """Read what the step has committed; once a step."""
         read, self._read = self._read, None
         if read is not None:
+            self._drafting = drafting
             read(drafting)
+
+    def settle(self, requests: Sequence[Request], trees: Sequence[DraftTree]) -> None:
+        """These are the trees that the target will verify. Where the draft was not asked, it still reads the step."""
+        self.read(set())
+        names = [request.request_id for request in requests]
+        if names and all(map(len, trees)) and self._drafting.issuperset(names):
+            self.passes.settle(names, trees)
 
     def finish(self, request_id: str, num_output_tokens: int) -> None:
         """A request is gone."""
@@ -357,7 +367,17 @@ def passes_of(vllm_config: Any, options: DraftOptions, count: Callable[[str], No
         return kind(vllm_config, options, count)
     if isinstance(options, CloverOptions):
         return CloverPasses(vllm_config, options)
+    if isinstance(options, LayerSkipOptions):
+        exits = LayerSkip(options).exits(vllm_config.model_config.get_total_num_hidden_layers())
+        return _exits(vllm_config, exits, options.heads)
     return MedusaPasses(vllm_config, options)
+
+
+def _exits(vllm_config: Any, exits: Sequence[int], heads: str | None) -> EarlyExit:
+    device = torch.device(vllm_config.device_config.device)
+    dtype = vllm_config.model_config.dtype
+    loaded = exit_heads.load(heads, exits, dtype, device) if heads else {}
+    return EarlyExit(vllm_config, exits, loaded)
 
 
 def _hand_over(passes: ModelPasses, proposer: DraftModelProposer) -> None:

@@ -15,17 +15,23 @@ from typing import Any
 import torch
 from vllm.config import set_current_vllm_config
 
-from vllm_ext.config.speculative import Settings
 from vllm_ext.data import model_files
 from vllm_ext.engine.models import exit_heads
+from vllm_ext.proposers.base import Proposer
 from vllm_ext.proposers.dynamic_exit import DynamicExit
 from vllm_ext.proposers.layerskip import LayerSkip
 
 ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 
 
-def check(vllm_config: Any, settings: Settings) -> None:
+def check(vllm_config: Any, method: str, proposer_class: type[Proposer], options: Any) -> None:
     """Refuse at start-up a target whose layers cannot be run apart, or exits that it does not have.
+
+    Args:
+        vllm_config: the engine's.
+        method: whose layers draft, alone or among others.
+        proposer_class: of the method.
+        options: its own.
 
     Raises:
         ValueError: naming what cannot, and the way out.
@@ -38,13 +44,12 @@ def check(vllm_config: Any, settings: Settings) -> None:
         problem = f"{model.architecture}, the architecture of {model.model} (with {', '.join(ARCHITECTURES)} it does)"
     if problem:
         raise ValueError(
-            f"speculative method {settings.method!r} does not work with {problem}. Change it, or choose a method that "
+            f"speculative method {method!r} does not work with {problem}. Change it, or choose a method that "
             "needs only the model's output: `vllm-ext methods`."
         )
-    if not issubclass(settings.proposer_class, LayerSkip | DynamicExit):
+    if not issubclass(proposer_class, LayerSkip | DynamicExit):
         return
-    options: Any = settings.options
-    proposer = settings.proposer_class(options)
+    proposer = proposer_class(options)
     num_layers = model.get_total_num_hidden_layers()
     exits = proposer.exits(num_layers)
     if exits[-1] >= num_layers:

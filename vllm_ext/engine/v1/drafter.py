@@ -209,11 +209,11 @@ class Drafter:
                         self.fused.before(runner, trees, requests, self.proposer, rate)
                     with self.vllms.during(runner, trees, sampled, self.proposer, self.budget):
                         proposals = self._host.propose(requests)
-                    if self.fused is not None:
-                        self.fused.read(set())  # where nobody asked: what was committed is taken all the same
                     outputs = [runner.requests[request.request_id].output_token_ids for request in requests]
                     proposals = self.constraints.apply(requests, outputs, proposals)
                     proposals = chains_where_asked(requests, proposals)
+                    if self.fused is not None:
+                        self.fused.settle(requests, proposals)
                 self._host.checkpointer.mark_dirty()
             sizes = self._sizes(requests, proposals)
             for request, slot, tree, size in zip(requests, slots, proposals, sizes, strict=True):

@@ -236,7 +236,7 @@ class SpeculativeRunner(UndrawnNoise):
 
     def _model_forward(self, input_ids: Any = None, positions: Any = None, *args: Any, **kwargs: Any) -> Any:
         """vLLM's; or only what an early exit's drafts have left to do."""
-        drafts, trees = self.drafter.model_drafts, self.step_trees
+        drafts, trees = self.drafter.model_drafts or self.drafter.fused, self.step_trees
         whole = self.aux_logits is not None and self.aux_logits.reads_forward
         early_exit = drafts.early_exit if drafts is not None and not whole else None
         if early_exit is not None and trees is not None:

@@ -7,6 +7,7 @@ a batch up write nowhere.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from enum import Enum
 from typing import Any
@@ -19,6 +20,7 @@ from vllm_ext.kernels.ancestor_bits import ancestor_bits
 from vllm_ext.kernels.backends import Backend
 from vllm_ext.kernels.device_trees import EMPTY, WORDS, SlotTrees
 from vllm_ext.kernels.drawn_rows import K_SEQ, RECURSIVE, DrawnTrees
+from vllm_ext.proposers import likeliest_device
 from vllm_ext.proposers.draft_model import DraftModelProposer
 from vllm_ext.proposers.mixed_device import Mixed, common_widths
 from vllm_ext.proposers.sampled_device import SUPPORT, Grown, Growth, Limits, Rows, shaped, uniform
@@ -51,6 +53,7 @@ class DraftStep:
         slots: how many.
         req_states: vLLM's ``RequestState``.
         backend: of the kernels.
+        beside: whether trees that are chosen grow beside others (`joint_device`).
     """
 
     def __init__(
@@ -61,6 +64,7 @@ class DraftStep:
         slots: int,
         req_states: Any,
         backend: Backend,
+        beside: bool = False,
     ) -> None:
         self.passes, self.num_nodes, self.max_num_reqs = passes, num_nodes, slots
         self._proposer, self._states, self._backend = proposer, req_states, backend
@@ -69,6 +73,8 @@ class DraftStep:
         self._device: torch.device = req_states.device
         levels = range(1, num_nodes + 1)
         chosen, drawn = proposer.chosen_on_device, proposer.drawn_on_device
+        if beside:
+            chosen = functools.partial(likeliest_device.Likeliest, max_depth=proposer.most_depth)
         asked = max(sum(common_widths(chosen(level), drawn(level))) for level in levels)
         self.draws = proposer.draws and drawn(num_nodes).drawn
         self._kind = K_SEQ if drawn(num_nodes).independent else RECURSIVE

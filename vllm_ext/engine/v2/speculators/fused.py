@@ -21,6 +21,8 @@ from vllm_ext.proposers.sampled_device import Growth
 class FusedSpeculator(WithTables, ModelSpeculator):
     """Tables and heads."""
 
+    beside = True
+
     def __init__(self, vllm_config: Any, device: torch.device, req_states: Any) -> None:
         super().__init__(vllm_config, device, req_states)
         # One more slot than there are: of whoever fills a batch up, as in `DraftStep`.

@@ -39,6 +39,7 @@ class ModelSpeculator(TreeSpeculator):
 
     # vLLM looks for its managers of graphs among the attributes, to drop those of profiling.
     graphs: DraftGraphs | None = None
+    beside = False  # whether trees grow beside others'
 
     def __init__(self, vllm_config: Any, device: torch.device, req_states: Any) -> None:
         super().__init__(vllm_config, device, req_states)
@@ -51,7 +52,7 @@ class ModelSpeculator(TreeSpeculator):
         self.max_depth = self._deepest(min(proposer.most_depth, self.num_nodes))
         self.passes.most_new = 1 + self.max_depth
         self.step = DraftStep(
-            self.passes, proposer, self.num_nodes, self.max_num_reqs, req_states, backends.V2
+            self.passes, proposer, self.num_nodes, self.max_num_reqs, req_states, backends.V2, self.beside
         )
         self.trees, self.drawn = self.step.trees, self.step.drawn
         # By slot.

@@ -9,10 +9,10 @@ python=${PYTHON:-.venv/bin/python}
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 parts=( # marker | where
-    "engine and not shared|tests"
-    "engine and shared|tests"
+    "engine and not shared|tests/engine"
+    "engine and shared|tests/engine"
     "not engine and not v2|tests --ignore=tests/kernels"
-    "v2|tests"
+    "v2|tests/engine"
     "not engine and not v2|tests/kernels"
 )
 left_out=$([ "${1:-}" = all ] || echo " and not slow and (quick or not v2)")

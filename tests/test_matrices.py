@@ -37,6 +37,16 @@ def test_every_method_has_what_it_requires() -> None:
             proposer.Options.model_validate(dict(proposer.tested_with))
 
 
+def test_engines_are_started_in_one_folder() -> None:
+    """Where `scripts/test.sh` collects them."""
+    parts = re.findall(r'"((?:engine|v2)[^|"]*)\|([^"]*)"', (SCRIPTS / "test.sh").read_text())
+    assert len(parts) == 3
+    assert {where for _, where in parts} == {"tests/engine"}
+    of_engines = re.compile(r"\bmark\.(engine|v2|shared)\b")
+    elsewhere = [file for file in TESTS.rglob("test_*.py") if file.parts[len(TESTS.parts)] != "engine"]
+    assert not [file for file in elsewhere if of_engines.search(file.read_text())]
+
+
 def test_every_rule_has_an_example_that_it_takes() -> None:
     """For the engine tests, which ask for each rule of the registry."""
     for name in RULES:

@@ -77,7 +77,7 @@ class TrieRule(Rule):
     example: ClassVar[Mapping[str, Any]] = {"trie": "answers"}
 
     def __init__(self, tries: Mapping[str, Trie], vocab_size: int) -> None:
-        self._tries = tries
+        self.tries = tries
         self._words = -(-vocab_size // 32)  # of a mask
         self._wide_mask = functools.lru_cache(WIDE_MASKS)(self._fill_one)
 
@@ -102,7 +102,7 @@ class TrieRule(Rule):
 
     def warm_up(self) -> None:
         one = np.zeros(1, dtype=np.int32)
-        for trie in self._tries.values():
+        for trie in self.tries.values():
             kernel.follow(trie, one)
             kernel.advance(trie, one, one)
             kernel.fill_masks(trie, one, 0, np.zeros((1, self._words), dtype=np.int32))
@@ -111,12 +111,12 @@ class TrieRule(Rule):
         for (name, end), places in rows_by(rows, lambda row: (row.params.trie, row.end)).items():
             places = [place for place in places if end not in rows[place].output]
             states = np.array(
-                [kernel.follow(self._tries[name], _array(rows[place].output)) for place in places],
+                [kernel.follow(self.tries[name], _array(rows[place].output)) for place in places],
                 dtype=np.int32,
             )
             masks = np.empty((len(places), self._words), dtype=np.int32)
             wide = self._num_edges(name, states) > WIDE
-            kernel.fill_masks(self._tries[name], np.where(wide, np.int32(DEAD), states), end, masks)
+            kernel.fill_masks(self.tries[name], np.where(wide, np.int32(DEAD), states), end, masks)
             for row in np.flatnonzero(wide).tolist():
                 masks[row] = self._wide_mask(name, int(states[row]), end)
             # Never reached by tokens that were drawn from these masks; should it be, the request ends.
@@ -125,18 +125,18 @@ class TrieRule(Rule):
                 mask_rows(logits, places, torch.from_numpy(masks))
 
     def _num_edges(self, name: str, states: Int32) -> Int32:
-        first_edge = self._tries[name].first_edge
+        first_edge = self.tries[name].first_edge
         edges: Int32 = first_edge[np.maximum(states, 0) + 1] - first_edge[np.maximum(states, 0)]
         return np.where(states == DEAD, 0, edges)
 
     def _fill_one(self, name: str, state: int, end: int) -> Int32:
         masks = np.empty((1, self._words), dtype=np.int32)
-        kernel.fill_masks(self._tries[name], np.array([state], dtype=np.int32), end, masks)
+        kernel.fill_masks(self.tries[name], np.array([state], dtype=np.int32), end, masks)
         one: Int32 = masks[0]
         return one
 
     def constraint(self, row: Row) -> TrieConstraint | None:
-        return TrieConstraint(self._tries[row.params.trie], row.output, row.end)
+        return TrieConstraint(self.tries[row.params.trie], row.output, row.end)
 
 
 class TrieConstraint:

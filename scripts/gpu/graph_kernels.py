@@ -24,6 +24,7 @@ import device_works  # noqa: E402
 import measure  # noqa: E402
 import penalty_works  # noqa: E402
 import torch  # noqa: E402
+import trie_works  # noqa: E402
 import v2_works  # noqa: E402
 from tree_cases import Case  # noqa: E402
 from triton.testing import do_bench  # noqa: E402
@@ -58,6 +59,9 @@ def works() -> Iterator[tuple[str, str, Callable[[], object], int]]:
         for work in penalty_works.of_size("cuda", requests, 15, device_works.VOCAB, 8, timed=True):
             if work.call is not None:
                 yield work.op, work.size, work.call, work.num_bytes
+        work = trie_works.of_size("cuda", requests, 15, device_works.VOCAB, 1_000_000, timed=True)
+        if work.call is not None:
+            yield work.op, work.size, work.call, work.num_bytes
     for rows in (1, 16, 128, 512, 1024):
         logits = torch.randn(rows, device_works.VOCAB, device="cuda").to(torch.bfloat16)
         yield "top_k_ids", f"{rows} rows", functools.partial(top_k_ids, logits, 8, "triton"), logits.nbytes

@@ -34,6 +34,7 @@ import host_works  # noqa: E402
 import measure  # noqa: E402
 import penalty_works  # noqa: E402
 import recurrent_works  # noqa: E402
+import trie_works  # noqa: E402
 import v2_works  # noqa: E402
 from work import Work  # noqa: E402
 
@@ -61,7 +62,8 @@ def main() -> int:
         )
     try:
         on_device = itertools.chain.from_iterable(
-            kind.works(DEVICE) for kind in (device_works, v2_works, penalty_works, recurrent_works)
+            kind.works(DEVICE)
+            for kind in (device_works, v2_works, penalty_works, trie_works, recurrent_works)
         )
         works = [work for work in on_device if ops is None or work.op in ops]
         works += host_works.works(ops)

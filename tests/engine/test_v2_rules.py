@@ -15,6 +15,8 @@ from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import StructuredOutputsParams
 
 from vllm_ext.config.rules import needs_v1
+from vllm_ext.engine.v2 import trie_rows
+from vllm_ext.engine.v2.logits_processor import RuleProcessor
 from vllm_ext.samplers.registry import RULES, load_rule
 
 pytestmark = pytest.mark.v2
@@ -22,6 +24,7 @@ pytestmark = pytest.mark.v2
 ANSWERS = ["the old sailor", "the old sailor goes home", "the young sailor", "a captain and the sea", "no"]
 # Of a request under each rule, what is more to the point here than the rule's own example.
 ASKED: dict[str, dict[str, Any]] = {
+    "trie": {"rpg": 20.0},  # alone it is on the device
     "extract": {"extract": "the old sailor goes home and the young sailor goes home"},
     "monitor": {"monitor_context": "x = 'a'\n"},
 }
@@ -55,15 +58,36 @@ def test_rules_say_the_same_next_to_trees(llms: tuple[Any, Any]) -> None:
         sampling(extra_args={"rpg": 20.0}, max_tokens=24),
         sampling(extra_args=trie, ignore_eos=False, temperature=1.0, seed=4, repetition_penalty=1.2),
         sampling(temperature=0.8, seed=9),
+        sampling(extra_args={**trie, "rpg": 20.0}, ignore_eos=False),
     ]
     texts = prompts(len(kinds), seed=20)
     expected = generate(plain, texts, kinds)
     actual = generate(trees, texts, kinds)
     assert_same_outputs(tokens(expected), tokens(actual))
-    for index in (0, 1, 4):
+    for index in (0, 1, 4, 6):
         assert actual[index].text in ANSWERS
         assert actual[index].finish_reason == "stop"
     assert counters(trees)["spec_accepted_tokens"] > 5
+
+
+def test_a_trie_alone_is_followed_on_the_device(
+    llms: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over prefixes, drafts and requests that come later into the same slots; a wrong state leaves the set."""
+    monkeypatch.setattr(RuleProcessor, "_read", None)  # of what the host waits for
+    kinds = [
+        sampling(extra_args={"trie": "answers"}, ignore_eos=False, temperature=1.0, seed=i) for i in range(12)
+    ]
+    known = {tuple(llms[0].get_tokenizer().encode(answer)) for answer in ANSWERS}
+    for llm in llms:
+        found = generate(llm, prompts(12, seed=3), kinds)
+        # Tokens: of a prompt that ends inside a character the text has the rest.
+        assert (said := {tuple(ids[:-1]) for ids in tokens(found)}) <= known
+        assert len(said) > 2
+        assert all(answer.finish_reason == "stop" for answer in found)
+    monkeypatch.setattr(trie_rows, "catch_up", lambda *given: None)  # the mutation
+    found = generate(llms[1], prompts(2, seed=3), kinds[0])
+    assert not {tuple(ids[:-1]) for ids in tokens(found)} & known
 
 
 def test_wrong_requests_are_refused(llms: tuple[Any, Any]) -> None:

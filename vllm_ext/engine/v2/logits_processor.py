@@ -2,15 +2,16 @@
 """Sampling rules as a logits processor of vLLM's V2 runner, without speculation and in the walk down a tree.
 
 Rules are functions of a row's tokens, which here are on the device: a step with a request under a rule waits for them,
-other steps do not. `rule_requests` says how vLLM comes by the class. Rules that note, keep or read more
-than tokens and logits need more of the engine than a logits processor has, and run on V1.
+other steps do not, and none does for requests under `trie` alone (`trie_rows`). `rule_requests` says how vLLM comes by
+the class. Rules that note, keep or read more than tokens and logits need more of the engine than a logits processor
+has, and run on V1.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor
@@ -21,7 +22,12 @@ from vllm_ext.config.rules import Asking, RuleSettings
 from vllm_ext.data.model_files import ModelVocabulary
 from vllm_ext.engine import rule_faults, rule_requests
 from vllm_ext.engine.rule_requests import Configured
+from vllm_ext.engine.v2.trie_rows import TrieRows
 from vllm_ext.samplers.base import Asked, Row
+from vllm_ext.samplers.trie import TrieParams
+
+if TYPE_CHECKING:
+    from vllm_ext.engine.v2.speculators.base import TreeSpeculator
 
 
 @dataclass(slots=True)
@@ -41,6 +47,7 @@ class RuleProcessor(LogitsProcessor):  # type: ignore[misc]  # vLLM is untyped t
     """The rules of one server; a subclass has their settings."""
 
     settings: ClassVar[RuleSettings]
+    speculator: TreeSpeculator | None = None  # set by a runner that has one
 
     @classmethod
     def validate_params(cls, sampling_params: Any) -> None:
@@ -53,24 +60,39 @@ class RuleProcessor(LogitsProcessor):  # type: ignore[misc]  # vLLM is untyped t
         # Ranks have different clocks, and must have the same rows.
         several = vllm_config.parallel_config.world_size > 1
         self._patience = None if several else rule_faults.SHORT_PATIENCE
-        self._requests: dict[int, _Request] = {}  # by slot
+        self._requests: dict[int, _Request] = {}  # by slot; none of those that are masked on the device
+        self._tries = TrieRows.of(self._rules, req_states)
 
     def is_under(self, slot: int) -> bool:
-        """Whether the request in a slot is under a rule."""
+        """Whether the request in a slot is under a rule on the host."""
         return slot in self._requests
 
     def add_request(self, req_idx: int, sampling_params: Any) -> bool:
         """See vLLM's; whether the request is under a rule."""
         self._requests.pop(req_idx, None)
+        if self._tries is not None:
+            self._tries.drop(req_idx)
         asking = self.settings.of_request(sampling_params)
         if not asking:
             return False
+        first = asking[0][1]
+        if self._tries is not None and len(asking) == 1 and isinstance(first, TrieParams):
+            self._tries.put(req_idx, first.trie, sampling_params.eos_token_id)
+            return True
         asked, end = asked_of(sampling_params), sampling_params.eos_token_id
         self._requests[req_idx] = _Request(asking, asked, end, {name: {} for name, _ in asking}, {})
         return True
 
+    def apply_staged_writes(self) -> None:
+        """See vLLM's."""
+        if self._tries is not None:
+            self._tries.apply_staged_writes()
+
     def apply(self, logits: torch.Tensor, ctx: Any) -> torch.Tensor:
-        """See vLLM's: each request's rows stand behind each other, a chain."""
+        """See vLLM's: of a request under rules on the host its rows stand behind each other, a chain."""
+        if self._tries is not None:
+            paths = None if self.speculator is None else self.speculator.verifying
+            self._tries.apply(logits, ctx, None if paths is None else paths.bits)
         slots = [slot for slot in ctx.idx_mapping_np.tolist() if slot in self._requests]
         if not slots:
             return logits

@@ -77,6 +77,9 @@ class SpeculativeRunner:
             patches.subclass_in_place(own, kind)
             own.speculator = self.speculator
         processors = self.sampler.logits_processors
+        for each in processors:
+            if isinstance(each, RuleProcessor):
+                each.speculator = self.speculator
         processors[NUM_STOCK_PROCESSORS:] = [
             each if isinstance(each, RuleProcessor | V1Processors) else AskedProcessor(each)
             for each in processors[NUM_STOCK_PROCESSORS:]

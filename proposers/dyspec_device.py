@@ -2,17 +2,20 @@
 """`dyspec` on the device: each row's children are drawn at once, in the order in which its slots would be filled.
 
 The largest of log-probabilities plus Gumbel noise are tokens drawn without replacement, in that order (arXiv
-1903.06059). The slot of the n-th is worth what verification has left when it gets there: its node's value times what
-the draft has left after the tokens before it. So values are known before their tokens, as `dyspec` demands. Where it
-asks for fewer nodes than there, `sampled_device.widths` says of how many.
+1903.06059). The slot of the n-th is worth the chance that verification gets there, times what a token drawn from the
+rest may expect. So values are known before their tokens, as `dyspec` demands. Where it asks for fewer nodes than there,
+`sampled.widths` says of how many. Chances of acceptance are those with which `acceptance` begins: nothing is learnt
+here.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import torch
 
+from vllm_ext.proposers.acceptance import BOUNDS, NUM_RANKS, PRIOR
 from vllm_ext.proposers.likeliest_device import BestFirst, Children
 from vllm_ext.proposers.sampled_device import Noise, Rows, gumbel
 
@@ -24,14 +27,48 @@ class DynamicTrees(BestFirst):
         """Tokens drawn without replacement."""
         number = sum(self._widths[: depth - 1]) + 1 if depth else 0
         tokens, q = in_drawn_order(rows, noise(number, rows.q.shape[1]))
-        # What is left at each draw. A sum from the end, so that it never grows; rounding may take it over 1.
-        left = q.flip(2).cumsum(2).flip(2).clamp(max=1.0)
-        tokens, q, left = (part[..., : self._width] for part in (tokens, q, left))
-        return Children(tokens, torch.where(q > 0.0, base[..., None] * left, 0.0), base[..., None] * q)
+        width = min(self._width, q.shape[2])
+        expected, accepted = acceptance(q, width)
+        tried = torch.nn.functional.pad((1.0 - accepted[..., :-1]).cumprod(2), (1, 0), value=1.0)
+        reach = tried * (base if self._reach is None else self._reach)[..., None]
+        # No slot is worth more than the one that is filled before it.
+        values = torch.minimum(reach * expected, base[..., None]).cummin(2).values
+        values = torch.where(q[..., :width] > 0.0, values, 0.0)
+        reach = reach * accepted
+        return Children(tokens[..., :width], values, torch.minimum(values, reach), reach)
 
     def rivals(self, below: torch.Tensor) -> Sequence[torch.Tensor]:
         """First slots of the other newest nodes."""
         return (below,)
+
+
+@functools.cache
+def tables(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """`BOUNDS` and `PRIOR` there, float32. Made once: a graph must not copy from the host."""
+    bounds, prior = (torch.from_numpy(each).to(device, torch.float32) for each in (BOUNDS, PRIOR))
+    return bounds, prior
+
+
+def acceptance(q: torch.Tensor, number: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """What verification does with draws, if it gets to them.
+
+    Args:
+        q: float32 ``[requests, width, support]`` probabilities, in the order they were drawn.
+        number: of draws.
+
+    Returns:
+        float32 ``[requests, width, number]`` each: the chance of acceptance before the token was drawn, and of the
+        token itself.
+    """
+    bounds, prior = tables(q.device)
+    # What is left at each draw. A sum from the end: rounding never lets one token have more than all.
+    left = q.flip(2).cumsum(2).flip(2)[..., :number, None]
+    place = torch.arange(q.shape[2], device=q.device)
+    draw = place[:number, None]
+    chances = torch.where((place >= draw) & (left > 0.0), q[:, :, None] / left, 0.0)
+    rank = draw.clamp(max=NUM_RANKS - 1)
+    accepted = prior[rank, torch.bucketize(chances, bounds, right=True)]
+    return (chances * accepted).sum(3), accepted.diagonal(dim1=2, dim2=3)
 
 
 def in_drawn_order(rows: Rows, uniforms: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -20,6 +20,7 @@ import torch
 
 from vllm_ext.kernels.device_trees import SlotTrees
 from vllm_ext.proposers.hybrid import AGREEMENT, BOUNDS
+from vllm_ext.proposers.sampled import widths
 from vllm_ext.proposers.sampled_device import (
     NONE,
     ROOT,
@@ -31,7 +32,6 @@ from vllm_ext.proposers.sampled_device import (
     Rows,
     at,
     rows_of_places,
-    widths,
 )
 
 NOBODY = -3  # an entry that is none, and nobody's parent

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from vllm_ext.proposers.sampled import ASKED_PER_NODE
+from vllm_ext.proposers.sampled import ASKED_PER_NODE, widths
 from vllm_ext.proposers.sampled_device import (
     NONE,
     ROOT,
@@ -25,7 +25,6 @@ from vllm_ext.proposers.sampled_device import (
     Rows,
     at,
     rows_of_places,
-    widths,
 )
 
 
@@ -34,7 +33,10 @@ class Children(NamedTuple):
 
     tokens: torch.Tensor  # int32 [requests, width, children]
     values: torch.Tensor  # float32, the same shape; 0: no child
-    below: torch.Tensor  # float32, the same shape: the value of the best child of each
+    below: torch.Tensor  # float32, the same shape: the value of the best child of each, at most
+    reach: torch.Tensor | None = (
+        None  # float32, the same shape: what else their children are to know, if anything
+    )
 
 
 class BestFirst(Growth):
@@ -57,7 +59,9 @@ class BestFirst(Growth):
         super().__init__(num_nodes, max_depth)
         self._width = min(width or num_nodes, num_nodes)
         self._widths = widths(num_nodes, self.max_depth, asked_per_node, width)
-        self._base = torch.empty(0)  # float32 [requests, width] of the nodes asked for last: `Children.below`
+        # float32 [requests, width] each, of the nodes asked for last: `Children.below` and `Children.reach`.
+        self._base = torch.empty(0)
+        self._reach: torch.Tensor | None = None
         # Of all nodes so far, [requests, nodes]: of each depth those that may be in the tree.
         self._values: list[torch.Tensor] = []
         self._tokens: list[torch.Tensor] = []
@@ -81,7 +85,7 @@ class BestFirst(Growth):
         """See `Growth.give`."""
         requests, width = rows.q.shape[:2]
         base = rows.q.new_ones((requests, 1)) if depth == 0 else self._base
-        tokens, values, below = self.children(rows, base, depth, noise)
+        tokens, values, below, reach = self.children(rows, base, depth, noise)
         first = torch.arange(values.shape[2], device=values.device) == 0
         allowed = (depth < limits.depth)[:, None, None] & (first | ~limits.chain[:, None, None])
         # Behind what is no node there may be anything, NaN too.
@@ -96,9 +100,13 @@ class BestFirst(Growth):
         self._places.append(torch.full_like(self._tokens[-1], NONE))
         if depth >= len(self._widths):
             return None
-        return self._ask(depth, at(below.flatten(1), kept), kept_values)
+        if reach is not None:
+            reach = at(reach.flatten(1), kept)
+        return self._ask(depth, at(below.flatten(1), kept), kept_values, reach)
 
-    def _ask(self, depth: int, below: torch.Tensor, values: torch.Tensor) -> Asked:
+    def _ask(
+        self, depth: int, below: torch.Tensor, values: torch.Tensor, reach: torch.Tensor | None
+    ) -> Asked:
         """The best of the newest nodes, as far as a child of theirs may be in the tree."""
         below = torch.where(values > 0.0, below, 0.0)
         others = torch.cat([*self._values, *self.rivals(below)], 1)
@@ -112,6 +120,8 @@ class BestFirst(Growth):
         self._places[-1].scatter_(1, chosen, torch.where(asked, place, NONE))
         tokens, parents = at(self._tokens[-1], chosen), at(self._parents[-1], chosen)
         self._base = torch.nn.functional.pad(self._base, (0, missing))
+        if reach is not None:
+            self._reach = torch.nn.functional.pad(at(reach, chosen), (0, missing))
         return Asked(
             torch.nn.functional.pad(torch.where(asked, tokens, 0), (0, missing)),
             torch.nn.functional.pad(torch.where(asked, parents, ROOT), (0, missing), value=ROOT),

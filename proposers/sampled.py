@@ -104,6 +104,29 @@ def share(room: int) -> int:
     return (room + 1) // 2
 
 
+def widths(
+    num_nodes: int, max_depth: int, asked_per_node: int = ASKED_PER_NODE, width: int | None = None
+) -> list[int]:
+    """How many nodes of each depth from 1 on to ask for: each a quarter of those that may still be.
+
+    None of the deepest, which get no children.
+
+    Args:
+        num_nodes: most nodes of the tree.
+        max_depth: deepest nodes.
+        asked_per_node: for each of them, how many may be asked for.
+        width: most children of a node.
+    """
+    room, found = asked_per_node * num_nodes, list[int]()
+    for depth in range(1, max_depth):
+        there = num_nodes if width is None else width**depth
+        found.append(min(num_nodes, there, math.ceil(room / 4)))
+        room -= found[-1]
+        if not room:
+            break
+    return found
+
+
 def largest(values: Sequence[float], count: int) -> list[int]:
     """The indices of the largest values, descending; of equals the first."""
     return sorted(range(len(values)), key=lambda index: (-values[index], index))[:count]

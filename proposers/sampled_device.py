@@ -9,14 +9,11 @@ is computed, and not used. A node that may be asked for has a *place*, numbered 
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
-
-from vllm_ext.proposers.sampled import ASKED_PER_NODE
 
 ROOT = -1
 NONE = -1
@@ -102,29 +99,6 @@ class Growth(ABC):
     def groups(self) -> torch.Tensor | None:
         """int32 ``[requests, nodes]`` of `grown`: which estimates they were chosen by; -1: none. None: of all."""
         return None
-
-
-def widths(
-    num_nodes: int, max_depth: int, asked_per_node: int = ASKED_PER_NODE, width: int | None = None
-) -> list[int]:
-    """How many nodes of each depth from 1 on to ask for: each a quarter of those that may still be.
-
-    None of the deepest, which get no children.
-
-    Args:
-        num_nodes: most nodes of the tree.
-        max_depth: deepest nodes.
-        asked_per_node: for each of them, how many may be asked for.
-        width: most children of a node.
-    """
-    room, found = asked_per_node * num_nodes, list[int]()
-    for depth in range(1, max_depth):
-        there = num_nodes if width is None else width**depth
-        found.append(min(num_nodes, there, math.ceil(room / 4)))
-        room -= found[-1]
-        if not room:
-            break
-    return found
 
 
 def shaped(ids: torch.Tensor, log_q: torch.Tensor, sampling: Sequence[torch.Tensor] | None) -> Rows:

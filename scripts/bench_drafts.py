@@ -2,7 +2,7 @@
 """Trees of one draft model with the same number of nodes: dynamic, static, drawn, and vLLM's own chain.
 
     .venv/bin/python scripts/bench_drafts.py DRAFT --prompts spec_bench.jsonl:4 --prompts human_eval.jsonl:8 \
-        --json drafts.json [--nodes 8,16,32] [--temperatures 0,1]
+        --json drafts.json [--nodes 8,16,32] [--temperatures 0,1] [--only 'dyspec|rsd']
 
 Tokens per step depend on no clock, so the trees take turns in one engine, which holds the draft model once, and
 another program may run beside it. vLLM's `draft_model` has an engine for each length, which is the number of nodes.
@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -154,6 +155,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, required=True)
     parser.add_argument("--nodes", default="8,16,32")
     parser.add_argument("--temperatures", default="0,1")
+    parser.add_argument("--only", default="", help="a regular expression: trees of such names, and no chain")
     parser.add_argument("--samples", type=int, default=3)
     parser.add_argument("--max-tokens", type=int, default=96)
     parser.add_argument("--batch-size", type=int, default=4)
@@ -188,14 +190,16 @@ def main() -> None:
         for nodes in all_nodes:
             for temperature in temperatures:
                 for method, own in trees_of(nodes, temperature):
+                    name = method + "".join(f" {value}" for value in own.values())
+                    if not re.search(arguments.only, name):
+                        continue
                     options = {**common, "num_speculative_tokens": nodes, **own}
                     engine.call(use, method, options)
-                    name = method + "".join(f" {value}" for value in own.values())
                     rows.append(measure(engine, prompts, nodes, temperature, name, arguments.samples))
                     save()
     finally:
         engine.shutdown()
-    if arguments.draft == "self":
+    if arguments.draft == "self" or arguments.only:
         return  # vLLM cannot draft with some of the target's layers
     for nodes in all_nodes:
         chain = Method("draft_model", {"model": arguments.draft, "num_speculative_tokens": nodes}, "chain")

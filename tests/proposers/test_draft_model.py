@@ -10,9 +10,11 @@ import pytest
 from pydantic import ValidationError
 from toy_draft import VOCAB, Draft, request
 
-from vllm_ext.proposers.base import Sampling
+from vllm_ext.proposers.acceptance import PRIOR
+from vllm_ext.proposers.base import Sampling, VerifiedRows, no_top
 from vllm_ext.proposers.draft_model import DraftModelOptions, is_drawn, shaped
 from vllm_ext.proposers.registry import load_method
+from vllm_ext.proposers.sampled import ROOT
 
 METHODS = ("dyspec", "rsd_c", "rsd_s", "spectr", "static_tree")
 
@@ -61,6 +63,49 @@ def test_the_draw_is_another_each_time(method: str) -> None:
     drawn = {tuple(proposer.propose([request("a", 1.5)])[0].tokens.tolist()) for _ in range(8)}
     assert len(drawn) > 1
     assert make(method).propose([request("a", 1.5)])[0].tokens.tolist() in [list(tree) for tree in drawn]
+
+
+def test_dyspec_learns_from_what_was_verified() -> None:
+    """Of a tree whose last nodes were left out these do not count; nor does one that was not verified at all."""
+    proposer = make("dyspec")
+    requests = [request(name, 1.0) for name in ("whole", "cut", "dropped", "greedy")]
+    requests[3] = request("greedy")
+    trees = proposer.propose(requests)
+    sizes = [len(trees[0]), 1, 0, len(trees[3])]
+    assert sizes[0] > 2
+    before = proposer.acceptance.trials.copy()
+    start = np.cumsum([0, *(size + 1 for size in sizes)]).astype(np.int32)
+    accepted = np.zeros(start[-1], np.bool_)
+    accepted[start[:-1]] = True
+    rows = VerifiedRows(
+        ["whole", "cut", "dropped", "greedy"],
+        start,
+        np.concatenate([[1, *tree.tokens[:size]] for tree, size in zip(trees, sizes, strict=True)]).astype(
+            np.int32
+        ),
+        np.concatenate(
+            [[-1, *(tree.parents[:size] + 1)] for tree, size in zip(trees, sizes, strict=True)]
+        ).astype(np.int32),
+        accepted,
+        *no_top(int(start[-1])),
+        emitted=[[1]] * 4,
+    )
+    proposer.observe(rows)
+    hits, trials = proposer.acceptance.hits, proposer.acceptance.trials
+    fewer = trials != before
+    assert (hits / trials)[fewer].max() < PRIOR[fewer].max()
+    # All of the root's children were tried, each in a group of its rank, and of the second tree one.
+    children = int((trees[0].parents == ROOT).sum())
+    assert children > 1
+    assert fewer.any(axis=1).tolist() == [rank < children for rank in range(len(PRIOR))]
+    learnt = trials.copy()
+    proposer.observe(rows)  # judged once
+    assert (trials == learnt).all()
+    proposer.propose(requests)
+    for each in requests:
+        proposer.finish(each.request_id)
+    proposer.observe(rows)
+    assert (trials == learnt).all()
 
 
 def test_a_distribution_is_treated_as_the_targets() -> None:

@@ -14,7 +14,8 @@ from vllm_ext.kernels.device_trees import EMPTY, WORDS, SlotTrees
 from vllm_ext.proposers.hybrid import BOUNDS
 from vllm_ext.proposers.joint_device import MIDDLES, MOST, Bins, Joint, Others, joint_prior
 from vllm_ext.proposers.likeliest_device import Likeliest
-from vllm_ext.proposers.sampled_device import SUPPORT, Growth, Limits, Rows, widths
+from vllm_ext.proposers.sampled import widths
+from vllm_ext.proposers.sampled_device import SUPPORT, Growth, Limits, Rows
 
 Path = tuple[int, ...]
 VOCAB, LEVELS, BASES, DEPTHS = 60, 3, 36, 4

@@ -14,6 +14,7 @@ from enumeration import Model
 from scipy.stats import chisquare, kstest
 
 from vllm_ext.kernels.sparse import Sparse
+from vllm_ext.proposers.acceptance import Acceptance
 from vllm_ext.proposers.base import Sampling
 from vllm_ext.proposers.draft_model import shaped as shaped_on_host
 from vllm_ext.proposers.dyspec import SampledTree
@@ -23,7 +24,7 @@ from vllm_ext.proposers.likeliest_tree import LikeliestTree
 from vllm_ext.proposers.mixed_device import Mixed
 from vllm_ext.proposers.rsd import BeamTree, BranchingTree
 from vllm_ext.proposers.rsd_device import Beams, FixedBranching
-from vllm_ext.proposers.sampled import ROOT, TreeBuilder, grow
+from vllm_ext.proposers.sampled import ROOT, TreeBuilder, grow, widths
 from vllm_ext.proposers.sampled_device import (
     SUPPORT,
     Asked,
@@ -33,7 +34,6 @@ from vllm_ext.proposers.sampled_device import (
     Rows,
     shaped,
     uniform,
-    widths,
 )
 from vllm_ext.proposers.spectr import IndependentDrafts
 from vllm_ext.proposers.spectr_device import IndependentDrafts as DeviceDrafts
@@ -125,9 +125,9 @@ def all_widths(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ask for as many nodes as there may be, on the device and on the host."""
     from vllm_ext.proposers import dyspec, likeliest_device, likeliest_tree
 
-    monkeypatch.setattr(likeliest_device, "widths", lambda nodes, depth, *_: [nodes] * (depth - 1))
-    for module in (dyspec, likeliest_tree):
-        monkeypatch.setattr(module, "share", lambda room: 1000)
+    for module in (dyspec, likeliest_device):
+        monkeypatch.setattr(module, "widths", lambda nodes, depth, *_: [nodes] * (depth - 1))
+    monkeypatch.setattr(likeliest_tree, "share", lambda room: 1000)
 
 
 @pytest.mark.parametrize("nodes", [1, 2, 5, 16])
@@ -260,7 +260,7 @@ def test_dynamic_trees_have_the_values_of_the_hosts(nodes: int, monkeypatch: pyt
     paths = [{tuple(path): place for place, path in enumerate(of) if len(path)} for of in seen.paths]
     for request in range(4):
         chance = DrawingByNode(seen.noise_of[request], paths[request])
-        chance.builder = SampledTree(nodes, 5, chance)  # type: ignore[arg-type]
+        chance.builder = SampledTree(nodes, 5, chance, Acceptance())  # type: ignore[arg-type]
         assert nodes_of(grown, request) == host_tree(chance.builder, request)
 
 

@@ -14,10 +14,10 @@ from scipy.stats import chisquare
 
 from vllm_ext.kernels.drawn_rows import K_SEQ, RECURSIVE, DrawnTrees, choose_drawn
 from vllm_ext.proposers.dyspec_device import DynamicTrees
-from vllm_ext.proposers.likeliest_device import Likeliest
+from vllm_ext.proposers.likeliest_device import Children, Likeliest
 from vllm_ext.proposers.mixed_device import Mixed
 from vllm_ext.proposers.rsd_device import Beams, FixedBranching
-from vllm_ext.proposers.sampled_device import SUPPORT, Asked, Growth, Limits, Rows, gumbel, uniform
+from vllm_ext.proposers.sampled_device import SUPPORT, Asked, Growth, Limits, Noise, Rows, gumbel, uniform
 from vllm_ext.proposers.spectr_device import IndependentDrafts
 
 VOCAB, LENGTH, REQUESTS = 4, 3, 12_000
@@ -139,6 +139,19 @@ def test_a_tree_beside_chosen_ones_has_it_too() -> None:
 
 def test_trees_of_the_likeliest_tokens_verified_as_drawn_ones_have_not() -> None:
     tokens, drawn = drafted(Likeliest(5, 3), REQUESTS)
+    assert pvalue(put_out(tokens, drawn, np.random.default_rng(3))) < 1e-6
+
+
+class Lucky(DynamicTrees):
+    """Values what was drawn, not what may be."""
+
+    def children(self, rows: Rows, base: torch.Tensor, depth: int, noise: Noise) -> Children:
+        found = super().children(rows, base, depth, noise)
+        return found._replace(values=found.below)
+
+
+def test_trees_that_value_what_was_drawn_have_not() -> None:
+    tokens, drawn = drafted(Lucky(3, 3), REQUESTS)
     assert pvalue(put_out(tokens, drawn, np.random.default_rng(3))) < 1e-6
 
 

@@ -12,12 +12,15 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
 from vllm_ext.proposers.acceptance import BOUNDS, NUM_RANKS, PRIOR
 from vllm_ext.proposers.likeliest_device import BestFirst, Children
 from vllm_ext.proposers.sampled_device import Noise, Rows, gumbel
+
+LEAST = 1e-30  # of what is divided by
 
 
 class DynamicTrees(BestFirst):
@@ -42,11 +45,21 @@ class DynamicTrees(BestFirst):
         return (below,)
 
 
-@functools.cache
-def tables(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """`BOUNDS` and `PRIOR` there, float32. Made once: a graph must not copy from the host."""
-    bounds, prior = (torch.from_numpy(each).to(device, torch.float32) for each in (BOUNDS, PRIOR))
-    return bounds, prior
+class Tables(NamedTuple):
+    """What does not depend on a step. Made once: a graph must not copy from the host."""
+
+    bounds: torch.Tensor  # float32 `BOUNDS`
+    prior: torch.Tensor  # float32 `PRIOR`
+    ranks: torch.Tensor  # int64 [number, 1] its row for each draw
+    remaining: torch.Tensor  # float32 [number, support] 1: not drawn before that draw
+
+    @classmethod
+    @functools.cache
+    def of(cls, device: torch.device, number: int, support: int) -> Tables:
+        """For so many draws."""
+        bounds, prior = (torch.from_numpy(each).to(device, torch.float32) for each in (BOUNDS, PRIOR))
+        ranks = torch.arange(number, device=device)[:, None].clamp(max=NUM_RANKS - 1)
+        return cls(bounds, prior, ranks, torch.ones((number, support), device=device).triu())
 
 
 def acceptance(q: torch.Tensor, number: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -60,14 +73,11 @@ def acceptance(q: torch.Tensor, number: int) -> tuple[torch.Tensor, torch.Tensor
         float32 ``[requests, width, number]`` each: the chance of acceptance before the token was drawn, and of the
         token itself.
     """
-    bounds, prior = tables(q.device)
+    bounds, prior, ranks, remaining = Tables.of(q.device, number, q.shape[2])
     # What is left at each draw. A sum from the end: rounding never lets one token have more than all.
     left = q.flip(2).cumsum(2).flip(2)[..., :number, None]
-    place = torch.arange(q.shape[2], device=q.device)
-    draw = place[:number, None]
-    chances = torch.where((place >= draw) & (left > 0.0), q[:, :, None] / left, 0.0)
-    rank = draw.clamp(max=NUM_RANKS - 1)
-    accepted = prior[rank, torch.bucketize(chances, bounds, right=True)]
+    chances = q[:, :, None] / left.clamp(min=LEAST) * remaining
+    accepted = prior[ranks, torch.bucketize(chances, bounds, right=True)]
     return (chances * accepted).sum(3), accepted.diagonal(dim1=2, dim2=3)
 
 

@@ -27,16 +27,16 @@ MOST_WITH_GRAPHS = 12  # of a model that drafts
 HANDED = {"eagle_tree": 4, "clover_tree": 5.5, "medusa_tree": 5.5, "hybrid+eagle_tree": 4.5}
 # Kernel by kernel, with six nodes: of a greedy request, and of one that samples.
 MOST_OF_MODEL = {
-    "dyspec": (375, 679),
+    "dyspec": (375, 778),
     "rsd_c": (375, 280),
     "rsd_s": (375, 298),
     "spectr": (375, 225),
     "static_tree": (138, 280),
     "layerskip": (384, 510),
     "unified_skip": (384, 510),
-    "eagle_tree": (408, 712),
-    "clover_tree": (462, 766),
-    "medusa_tree": (196, 389),
+    "eagle_tree": (408, 811),
+    "clover_tree": (462, 865),
+    "medusa_tree": (196, 437),
     "hybrid+eagle_tree": (588, 714),
 }
 STEPS = 6

@@ -9,18 +9,21 @@ arXiv 2407.12021, section 3.
 
 Deviations, all ours:
 
-- The table starts empty; the paper's holds a corpus. Each occurrence of a triple adds the paper's 0.04, up to 3.0,
-  once, when its last token comes; the paper adds it in every step in which it is among the last 16 tokens.
+- The table starts empty, or as the paper's does with a corpus (``datastore``): of a pair the shares of the 12 tokens
+  that followed it most often. Each occurrence of a triple adds the paper's 0.04, up to 3.0, once, when its last token
+  comes; the paper adds it in every step in which it is among the last 16 tokens. So all that the corpus says of a pair
+  weighs as one occurrence; with the paper's weight, 1, it displaces what the text itself says.
 - Best-first expansion replaces 150 rounds of Monte Carlo tree search and their random numbers: the same candidates in
   some microseconds. Of the search's rule (PUCT) the bonus is left: with ``exploration`` a node goes up as more nodes
-  are taken beside it and below its siblings, by no more than ``1 + exploration * sqrt(nodes)``.
+  are taken beside it and below its siblings, by no more than ``1 + exploration * sqrt(nodes)``. It gains nothing
+  that can be measured, and is off.
 - Nodes are taken by estimated acceptance: how often a child was right by its share, counted as requests go on.
 - The table is a fixed array: of four places for a pair the one not recorded for longest makes room.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import ClassVar
 
 import numpy as np
@@ -37,14 +40,19 @@ from vllm_ext.kernels.ngram_table import (
     grow_tree,
     record_text,
 )
+from vllm_ext.kernels.user_paths import UserPath
+from vllm_ext.proposers import datastore
 from vllm_ext.proposers.base import MethodOptions, Proposer, Request, VerifiedRows, practise
 from vllm_ext.proposers.calibration import Calibration
+from vllm_ext.proposers.datastore import Datastore
 from vllm_ext.proposers.learned import restore_table
 from vllm_ext.proposers.tree import DraftTree, Float32
 
 PAIR = 2  # tokens of a context
 WIDTH = 12  # successors kept for each pair
 STEP, CAP = 0.04, 3.0  # what an occurrence adds to a weight, and the most it can be
+CHUNK = 1 << 20  # tokens of a corpus read at once
+MOST_OCCURRENCES = float(1 << 24)  # of a triple in a corpus that are counted: float32 tells no more apart
 
 # Bounds between the classes of a child's share.
 SHARES: Float32 = np.array([0.02, 0.05, 0.1, 0.2, 0.3, 0.45, 0.6, 0.75, 0.9, 0.98], np.float32)
@@ -63,6 +71,12 @@ class AdedOptions(MethodOptions):
         ge=0.0,
         le=1.0,
         description="bonus of what is little drafted so far; 0: by probability alone",
+    )
+    datastore: UserPath | None = Field(
+        default=None,
+        min_length=1,
+        description="folder of a store made by `vllm-ext datastore build`, whose texts the table begins with; "
+        "none: it begins empty",
     )
 
 
@@ -90,7 +104,34 @@ class Aded(Proposer):
     @classmethod
     def from_options(cls, options: AdedOptions, vocab_size: int) -> Aded:
         """See `Proposer.from_options`."""
-        return cls(vocab_size, options.memory_mb, options.exploration)
+        aded = cls(vocab_size, options.memory_mb, options.exploration)
+        if options.datastore is not None:
+            aded.read(datastore.open_for(options.datastore, vocab_size))
+        return aded
+
+    @classmethod
+    def check(cls, options: AdedOptions, vocab_size: int, tokenizer_hash: Callable[[], str]) -> None:
+        """See `Proposer.check`.
+
+        Raises:
+            DatastoreError: the store is damaged, or another tokenizer's.
+        """
+        if options.datastore is not None:
+            datastore.check(options.datastore, vocab_size, tokenizer_hash())
+
+    def read(self, store: Datastore) -> None:
+        """Begin with a corpus: a pair's weights are the shares of what followed it there, of one `STEP`.
+
+        Args:
+            store: of ids in the vocabulary; not used afterwards.
+        """
+        for segment in store.segments:
+            for start in range(0, len(segment.tokens), CHUNK):
+                tokens = segment.tokens[max(start - PAIR, 0) : start + CHUNK].astype(np.int32)
+                tokens[tokens == store.header.separator] = EMPTY  # no triple crosses the end of a document
+                record_text(self.table, tokens, PAIR, 1.0, MOST_OCCURRENCES, self.vocab_size)
+        totals = self.table.weights.sum(axis=1, keepdims=True)
+        np.divide(STEP * self.table.weights, totals, out=self.table.weights, where=totals > 0.0)
 
     @property
     def memory_bytes(self) -> int:
@@ -152,6 +193,8 @@ class Aded(Proposer):
         """See `Proposer.load_state_dict`."""
         check_names(arrays, (*Entries._fields, "hits", "trials"))
         self.calibration.load_state_dict(arrays)
+        if self.table.clock[0]:  # the corpus is in what was saved
+            self.table = NgramTable.empty(len(self.table.keys), WIDTH)
         restore_table(arrays, self.table, self.vocab_size, CAP)
 
     def warm_up(self) -> None:

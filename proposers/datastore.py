@@ -149,6 +149,30 @@ class Datastore:
         return _by_header(folder, map_all)
 
 
+def open_for(folder: str, vocab_size: int) -> Datastore:
+    """Open the store of an option.
+
+    Raises:
+        DatastoreError: it cannot be used. Its checksums are not looked at, see `check`.
+    """
+    store = Datastore.open(folder)
+    check_vocabulary(Path(folder), store.header, vocab_size)
+    return store
+
+
+def check(folder: str, vocab_size: int, tokenizer_hash: str) -> None:
+    """Read the whole store of an option, which also brings it into memory.
+
+    Raises:
+        DatastoreError: the store is damaged, or another tokenizer's.
+    """
+    path = Path(folder).expanduser()
+    header = read_header(path)
+    check_tokenizer(path, header, tokenizer_hash)
+    check_vocabulary(path, header, vocab_size)
+    verify(path)
+
+
 def read_header(folder: Path) -> Header:
     """Read and check a store's header.
 

@@ -22,7 +22,6 @@ Deviations, all ours:
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
@@ -117,10 +116,12 @@ class Rest(Proposer):
         Raises:
             DatastoreError: the store cannot be used. Its checksums are not looked at, see `check`.
         """
-        store = Datastore.open(options.datastore)
-        datastore.check_vocabulary(Path(options.datastore), store.header, vocab_size)
         return cls(
-            store, options.max_match, options.min_match, options.max_occurrences, options.max_continuation
+            datastore.open_for(options.datastore, vocab_size),
+            options.max_match,
+            options.min_match,
+            options.max_occurrences,
+            options.max_continuation,
         )
 
     @classmethod
@@ -130,11 +131,7 @@ class Rest(Proposer):
         Raises:
             DatastoreError: the store is damaged, or another tokenizer's.
         """
-        folder = Path(options.datastore).expanduser()
-        header = datastore.read_header(folder)
-        datastore.check_tokenizer(folder, header, tokenizer_hash())
-        datastore.check_vocabulary(folder, header, vocab_size)
-        datastore.verify(folder)
+        datastore.check(options.datastore, vocab_size, tokenizer_hash())
 
     @property
     def memory_bytes(self) -> int:

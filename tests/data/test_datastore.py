@@ -26,7 +26,9 @@ from vllm_ext.data import atomic_files, datastore_build, datastore_merge, model_
 from vllm_ext.data import documents as datastore_input
 from vllm_ext.data.documents import InputError, find_files, read_pieces
 from vllm_ext.kernels import suffix_array_ref as ref
+from vllm_ext.kernels.ngram_table import contents
 from vllm_ext.proposers import datastore
+from vllm_ext.proposers.aded import Aded, AdedOptions
 from vllm_ext.proposers.base import Request, Sampling
 from vllm_ext.proposers.datastore import Datastore, DatastoreError
 from vllm_ext.proposers.hybrid import Hybrid, HybridOptions
@@ -409,6 +411,19 @@ def store(tmp_path: Path, model: str) -> Path:
 def check(folder: Path, tokenizer: str, vocab_size: int = 11) -> None:
     """What a server does before it loads the model."""
     Rest.check(RestOptions(datastore=str(folder)), vocab_size, lambda: model_files.hash_of(tokenizer))
+
+
+def test_aded_begins_with_a_store(store: Path, model: str, tmp_path: Path) -> None:
+    options = AdedOptions(datastore=str(store), memory_mb=1)
+    Aded.check(options, 11, lambda: model_files.hash_of(model))
+    assert contents(Aded.from_options(options, 11).table).successors[:, 0].tolist() == [3, 4, 7]
+    Aded.check(AdedOptions(), 11, lambda: pytest.fail("no store, no hash"))
+    with pytest.raises(DatastoreError, match=r"the model only 10"):
+        Aded.check(options, 10, lambda: model_files.hash_of(model))
+    missing = AdedOptions(datastore=str(tmp_path / "nowhere"))
+    for use in (Aded.from_options, lambda given, size: Aded.check(given, size, lambda: "")):
+        with pytest.raises(DatastoreError, match=r"nowhere.*there is no store.*vllm-ext datastore build"):
+            use(missing, 11)
 
 
 def test_a_whole_store_passes(store: Path, model: str) -> None:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from stores import store_of
 
 from vllm_ext.kernels.best_first_tree_numba import mix
 from vllm_ext.proposers import aded, calibration
@@ -207,3 +208,33 @@ def test_options_reach_the_proposer() -> None:
     for name, value in (("memory_mb", 0), ("exploration", -0.1), ("exploration", 2.0)):
         with pytest.raises(ValueError, match=name):
             AdedOptions.model_validate({name: value})
+
+
+def test_a_corpus_is_what_the_table_begins_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In two segments and small pieces; no triple crosses the end of a document."""
+    monkeypatch.setattr(aded, "CHUNK", 3)
+    store = store_of([[1, 2, 3], [1, 2, 3], [1, 2, 4]], [[1, 2, 3, 5], [1, 2], [6, 7]], vocab=VOCAB - 1)
+    one = Aded(VOCAB, 1)
+    one.read(store)
+    assert weights(one, 1, 2) == {3: pytest.approx(0.04 * 3 / 4), 4: pytest.approx(0.04 / 4)}
+    assert weights(one, 2, 3) == {5: pytest.approx(0.04)}
+    separator = VOCAB - 1  # an id of the model's
+    for pair in ((2, separator), (separator, 6), (2, 6), (6, 7)):
+        assert weights(one, *pair) == {}
+    # What a text says once weighs as all of it.
+    learn(one, [1, 2, 4])
+    assert list(weights(one, 1, 2)) == [4, 3]
+    assert weights(one, 1, 2)[4] == pytest.approx(0.04 + 0.01)
+    assert paths(draft(one, [1, 2])).keys() >= {(4,), (3,), (3, 5)}
+
+
+def test_what_was_saved_takes_the_corpus_place() -> None:
+    store = store_of([[1, 2, 3]])
+    before, after = Aded(VOCAB, 1), Aded(VOCAB, 1)
+    for each in (before, after):
+        each.read(store)
+    learn(before, [1, 2, 3], [7, 8, 9])
+    after.load_state_dict(before.state_dict())
+    for pair in ((1, 2), (7, 8)):
+        assert weights(after, *pair) == weights(before, *pair) != {}
+    assert Aded.from_options(AdedOptions(), VOCAB).table.clock[0] == 0

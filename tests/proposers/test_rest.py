@@ -9,41 +9,17 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from stores import VOCAB, Texts, store_of
 
 from vllm_ext.config import speculative
 from vllm_ext.kernels import suffix_array_ref as ref
 from vllm_ext.kernels.suffix_array import find
 from vllm_ext.proposers import calibration
 from vllm_ext.proposers.base import Request, Sampling, VerifiedRows
-from vllm_ext.proposers.datastore import Datastore, Header, Segment, SegmentInfo
 from vllm_ext.proposers.rest import EVIDENCE, LENGTHS, SHARES, Rest, RestOptions
 from vllm_ext.proposers.tree import DraftTree
 
 GREEDY = Sampling(temperature=0.0, top_p=1.0, top_k=0, min_p=0.0, seed=None)
-VOCAB = 20
-
-Texts = list[list[int]]
-
-
-def store_of(*parts: Texts, vocab: int = VOCAB) -> Datastore:
-    """A store in memory, one segment for each part."""
-    segments = []
-    for texts in parts:
-        tokens = [vocab, *(token for text in texts for token in (*text, vocab))]
-        order = sorted(range(len(tokens)), key=lambda at: ref.sort_key_ref(tokens, vocab, at))
-        segments.append(Segment(np.array(tokens, np.uint16), np.array(order, np.int32)))
-    info = [
-        SegmentInfo(
-            name=f"{number:06d}",
-            num_tokens=len(one.tokens),
-            num_documents=1,
-            tokens_blake3="",
-            suffixes_blake3="",
-        )
-        for number, one in enumerate(segments)
-    ]
-    header = Header(created="", tokenizer="", tokenizer_hash="", vocab_size=vocab, segments=info)
-    return Datastore(header, tuple(segments))
 
 
 def request(

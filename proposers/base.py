@@ -58,6 +58,23 @@ class MethodOptions(BaseModel):
         "and draft models and heads hold their weights in 8 bits; bfloat16: likewise, but in 16; vllm: vLLM's own "
         "products",
     )
+    verify: Literal["exact", "typical"] = Field(
+        default="exact",
+        description="exact: the answers are those without drafts; typical: lossy, on the V1 model runner: of requests "
+        "that sample without a seed drafts are kept that the target finds likely enough; a request may say otherwise",
+    )
+    verify_threshold: float = Field(
+        default=0.09,
+        gt=0.0,
+        le=1.0,
+        description="of typical: a draft passes where its probability is above the smaller of this and "
+        "verify_alpha * exp(-entropy)",
+    )
+    verify_alpha: float | None = Field(
+        default=None,
+        gt=0.0,
+        description="of typical; null: the square root of verify_threshold",
+    )
     state_dir: UserPath | None = Field(
         default=None,
         min_length=1,

@@ -55,6 +55,11 @@ OPTIONS = (
     ("vLLM's own proposers in `hybrid`", "test_vllm_drafter", "no: they are the V1 runner's"),
     ("logits processors of V1's interface", "test_sampling_rules", "test_v2_processors"),
     ("logits processors of V2's interface", "no: vLLM's V1 runner has none", "test_v2_request_states"),
+    (
+        "`verify`: `typical`",
+        "test_typical",
+        "no: V2 verifies on the device, exactly; requests that ask for it get 400",
+    ),
     ("recurrent layers (Mamba-2, gated delta nets)", "test_zoo", "test_v2_recurrent"),
     ("tensor parallelism", "test_tensor_parallel", "no test: the interpreter runs in one process"),
 )

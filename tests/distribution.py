@@ -23,10 +23,17 @@ BLOCK_SIZE = 32
 TEMPERATURES = (2.0, 1.0, 0.7)
 
 
-def sample(llm: Any, count: int, temperature: float = TEMPERATURES[0]) -> list[Counter[tuple[int, int]]]:
+def sample(
+    llm: Any, count: int, temperature: float = TEMPERATURES[0], xargs: dict[str, Any] | None = None
+) -> list[Counter[tuple[int, int]]]:
     """For each prompt how often each token came at each position, as (position, token)."""
     params = SamplingParams(
-        temperature=temperature, top_k=8, n=count, max_tokens=1 + max(POSITIONS), ignore_eos=True
+        temperature=temperature,
+        top_k=8,
+        n=count,
+        max_tokens=1 + max(POSITIONS),
+        ignore_eos=True,
+        extra_args=xargs,
     )
     messages = [[{"role": "user", "content": text}] for text in own_prompts()[:PROMPTS]]
     result = []
@@ -45,12 +52,12 @@ def expected(plain: Any, temperature: float = TEMPERATURES[0]) -> list[Counter[t
     return sample(plain, SAMPLES, temperature)
 
 
-def least_p_value(plain: Any, llm: Any) -> float:
+def least_p_value(plain: Any, llm: Any, xargs: dict[str, Any] | None = None) -> float:
     """Of two engines over all prompts and `TEMPERATURES`, times how many they are."""
     found = [
         p_value(a, b)
         for temperature in TEMPERATURES
-        for a, b in zip(expected(plain, temperature), sample(llm, SAMPLES, temperature), strict=True)
+        for a, b in zip(expected(plain, temperature), sample(llm, SAMPLES, temperature, xargs), strict=True)
     ]
     return len(found) * min(found)
 

@@ -12,14 +12,18 @@ pytest.importorskip("vllm")
 from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError
 
-from vllm_ext.config import request_options
+from vllm_ext.config import request_options, speculative
+from vllm_ext.samplers.typical_acceptance import Typical
 
 OURS = {"vllm_ext": {"speculation": {"method": "token_recycling"}}}
 
 
-def check(given: Any, additional_config: Any = OURS) -> SamplingParams:
-    params = SamplingParams(extra_args=given)
-    request_options.check_request(SimpleNamespace(additional_config=additional_config), params)
+def check(
+    given: Any, additional_config: Any = OURS, *, on_v2: bool = False, **sampling: Any
+) -> SamplingParams:
+    params = SamplingParams(extra_args=given, **sampling)
+    vllm_config = SimpleNamespace(additional_config=additional_config, use_v2_model_runner=on_v2)
+    request_options.check_request(vllm_config, params)
     return params
 
 
@@ -55,6 +59,69 @@ def test_how_many_nodes(given: Any, most: int | None) -> None:
 def test_what_says_nothing_is_refused_by_name(given: Any, said: str) -> None:
     with pytest.raises(VLLMValidationError, match=said):
         check(given)
+
+
+TYPICAL = {"verify": "typical"}
+LOSSY = {"vllm_ext": {"speculation": {"method": "token_recycling", **TYPICAL, "verify_threshold": 0.25}}}
+
+
+def rule(given: Any, server: Any = OURS, **sampling: Any) -> Typical | None:
+    params = check(given, server, **sampling)
+    settings = speculative.from_vllm_config(SimpleNamespace(additional_config=server))
+    assert settings is not None
+    return request_options.typical(settings.options, params)
+
+
+@pytest.mark.parametrize(
+    ("given", "server", "sampling", "wanted"),
+    [
+        (None, OURS, {}, None),
+        ({"verify": "exact"}, OURS, {}, None),
+        (TYPICAL, OURS, {}, (0.09, 0.3)),
+        ({**TYPICAL, "verify_threshold": 0.16}, OURS, {}, (0.16, 0.4)),
+        ({**TYPICAL, "verify_threshold": 1, "verify_alpha": 9.0}, OURS, {}, (1.0, 9.0)),
+        (TYPICAL, OURS, {"temperature": 0.0}, None),
+        (None, LOSSY, {}, (0.25, 0.5)),
+        ({"verify_threshold": 0.16}, LOSSY, {}, (0.16, 0.4)),
+        ({"verify": "exact"}, LOSSY, {}, None),
+        (None, LOSSY, {"seed": 1}, None),
+    ],
+    ids=str,
+)
+def test_which_requests_are_lossy(given: Any, server: Any, sampling: Any, wanted: Any) -> None:
+    found = rule(given, server, **sampling)
+    assert (found and (found.threshold, found.alpha)) == (wanted and pytest.approx(wanted))
+
+
+@pytest.mark.parametrize(
+    ("given", "more", "said"),
+    [
+        ({"verify": "lossy"}, {}, "verify='lossy' is not allowed; allowed: 'exact' or 'typical' or null"),
+        (
+            {**TYPICAL, "verify_threshold": 0},
+            {},
+            "verify_threshold=0 is not allowed; .* above 0.0, at most 1.0",
+        ),
+        ({**TYPICAL, "verify_threshold": 1.5}, {}, "verify_threshold=1.5 is not allowed"),
+        (
+            {**TYPICAL, "verify_alpha": -1},
+            {},
+            "verify_alpha=-1 is not allowed; allowed: number or null, above 0.0",
+        ),
+        ({**TYPICAL, "verify_alpha": float("nan")}, {}, "verify_alpha=nan is not allowed"),
+        ({**TYPICAL, "verify_thresold": 0.1}, {}, "Did you mean 'verify_threshold'"),
+        ({"verify_threshold": 0.1}, {}, "verify_threshold=0.1 goes with verify='typical'"),
+        (TYPICAL, {"seed": 7}, "seed=7 does not go with verify"),
+        (
+            TYPICAL,
+            {"on_v2": True},
+            "allowed on vLLM's V2 model runner: 'exact'. Serve with VLLM_USE_V2_MODEL",
+        ),
+    ],
+)
+def test_a_lossy_verification_that_would_not_be_is_refused(given: Any, more: Any, said: str) -> None:
+    with pytest.raises(VLLMValidationError, match=said):
+        check(given, **more)
 
 
 def test_servers_without_a_method_take_what_they_took() -> None:

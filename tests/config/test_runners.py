@@ -140,6 +140,14 @@ def test_what_is_pruned_on_the_host_runs_on_v1(slice_dir: str, with_triton: None
     assert (reason.runner, reason.reason) == ("V1", why)
 
 
+def test_what_is_verified_lossily_runs_on_v1(slice_dir: str, with_triton: None) -> None:
+    lossy = parse({"method": "token_recycling", "verify": "typical"})
+    reason = runners.choose(EngineArgs(slice_dir), lossy, None, encoded_kv=False)
+    assert (reason.runner, reason.reason) == ("V1", "verify='typical' is lossy")
+    exact = parse({"method": "token_recycling", "verify": "exact", "verify_threshold": 0.2})
+    assert runners.choose(EngineArgs(slice_dir), exact, None, encoded_kv=False).runner == "V2"
+
+
 def test_where_heads_draft(slice_dir: str, with_triton: None, tmp_path: Path) -> None:
     target = Path(slice_dir)
     eagle = {"method": "eagle_tree", "model": tiny_eagle.random(tmp_path / "eagle", target)}

@@ -145,6 +145,8 @@ def test_bad_requests_get_400_and_hurt_nobody(server: servers.Server) -> None:
         {"prompt": "x", "max_tokens": 4, "temperature": -1},
         {"prompt": "x", "max_tokens": 4, "vllm_xargs": {"speculation_max_nodes": -1}},
         {"prompt": "x", "max_tokens": 4, "vllm_xargs": {"speculaton": False}},
+        {"prompt": "x", "max_tokens": 4, "vllm_xargs": {"verify": "lossy"}},
+        {"prompt": "x", "max_tokens": 4, "vllm_xargs": {"verify": "typical"}, "seed": 1},
     ):
         status, reply = post(server, "/v1/completions", **body)
         assert status == 400, (body, reply)

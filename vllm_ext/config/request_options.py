@@ -5,27 +5,43 @@ from __future__ import annotations
 
 import functools
 import itertools
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from vllm_ext.config import speculative
 from vllm_ext.config.allowed import MOST_OTHERS, hint, nearest
+from vllm_ext.proposers.base import MethodOptions
 from vllm_ext.samplers.messages import quoted
+from vllm_ext.samplers.typical_acceptance import Typical
 
 PREFIX = "speculation"
+LEAST_TEMPERATURE = 1e-5  # below it vLLM takes the argmax
 
 
 class RequestOptions(BaseModel):
     """Of a request to a server that has a method of ours."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
     speculation: bool = Field(
         True, description="False: nothing is drafted for this request, and nothing is learnt from it"
     )
     speculation_max_nodes: int | None = Field(
         None, ge=0, description="most nodes of its trees, where the server's are larger; null: the server's"
+    )
+    verify: Literal["exact", "typical"] | None = Field(
+        None,
+        description="exact: its answer is the one without drafts; typical: lossy, without a seed and on V1; null: the "
+        "server's",
+    )
+    verify_threshold: float | None = Field(
+        None, gt=0.0, le=1.0, description="of typical, see the server's; null: the server's"
+    )
+    verify_alpha: float | None = Field(
+        None,
+        gt=0.0,
+        description="likewise; null: the server's, or the square root of the threshold where it has none",
     )
 
 
@@ -35,15 +51,66 @@ def most_nodes(params: Any) -> int | None:
     Args:
         params: vLLM's SamplingParams, which `check_request` has let through; or None.
     """
+    asked = _asked(params)
+    return asked.speculation_max_nodes if asked.speculation else 0
+
+
+def typical(options: MethodOptions, params: Any) -> Typical | None:
+    """The rule by which a request's drafts are verified lossily; None: they are verified exactly.
+
+    So are those of greedy requests, whose typical tokens are the target's own, and of requests with a seed, which are
+    to have the same answer whatever was drafted.
+
+    Args:
+        options: of the server's method.
+        params: as in `most_nodes`.
+    """
+    if params is None or params.seed is not None or params.temperature < LEAST_TEMPERATURE:
+        return None
+    asked = _asked(params)
+    if (asked.verify or options.verify) == "exact":
+        return None
+    threshold = asked.verify_threshold or options.verify_threshold
+    return Typical(threshold, asked.verify_alpha or options.verify_alpha or threshold**0.5)
+
+
+def _asked(params: Any) -> RequestOptions:
     given = None if params is None else params.extra_args
     said = {key: given[key] for key in RequestOptions.model_fields if key in given} if given else {}
-    return _most(tuple(said.items())) if said else None
+    return _validated(tuple(said.items()))
 
 
 @functools.lru_cache(256)
-def _most(said: tuple[tuple[str, Any], ...]) -> int | None:
-    asked = RequestOptions.model_validate(dict(said))
-    return asked.speculation_max_nodes if asked.speculation else 0
+def _validated(said: tuple[tuple[str, Any], ...]) -> RequestOptions:
+    return RequestOptions.model_validate(dict(said))
+
+
+def _check_verification(vllm_config: Any, asked: RequestOptions, params: Any) -> None:
+    """Refuse a lossy verification that would not take place.
+
+    Raises:
+        ValueError: naming what is in its way.
+    """
+    said = [name for name in ("verify_threshold", "verify_alpha") if getattr(asked, name) is not None]
+    settings = speculative.from_vllm_config(vllm_config)
+    verify = asked.verify or (settings.options.verify if settings is not None else "exact")
+    if said and verify == "exact":
+        raise ValueError(
+            f"{said[0]}={getattr(asked, said[0])} goes with verify='typical', and drafts of this request are verified "
+            f"exactly. Say verify='typical', or leave {said[0]} out."
+        )
+    if asked.verify != "typical" and not said:
+        return
+    if params.seed is not None:
+        raise ValueError(
+            f"seed={params.seed} does not go with {said[0] if said else 'verify'}: what is drafted differs from run to "
+            "run, and a lossy answer with it. Leave the seed out, or say verify='exact'."
+        )
+    if vllm_config.use_v2_model_runner:
+        raise ValueError(
+            "verify='typical' is not allowed here; allowed on vLLM's V2 model runner: 'exact'. Serve with "
+            "VLLM_USE_V2_MODEL_RUNNER=0 or with verify='typical' in --speculative-config, which take V1."
+        )
 
 
 def check_request(vllm_config: Any, params: Any) -> None:
@@ -69,7 +136,8 @@ def check_request(vllm_config: Any, params: Any) -> None:
                     f"vllm_xargs has an unknown key {quoted(key)}; allowed: {', '.join(known)}.{hint(key, known)} "
                     "Correct or remove it."
                 )
-        RequestOptions.model_validate({key: given[key] for key in known if key in given})
+        asked = RequestOptions.model_validate({key: given[key] for key in known if key in given})
+        _check_verification(vllm_config, asked, params)
     except ValidationError as error:
         said = speculative.explain(RequestOptions, error, "Of requests")
         raise VLLMValidationError(f"vllm_xargs: {said}", parameter="vllm_xargs") from None

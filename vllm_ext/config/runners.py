@@ -90,6 +90,7 @@ def choose(args: Any, settings: Settings, ruled: RuleSettings | None, *, encoded
         *_of_passes(settings),
         (bool(need_v1), f"sampling rules {need_v1} go with it"),
         (encoded_kv, "the KV cache is encoded"),
+        (settings.options.verify != "exact", f"verify={settings.options.verify!r} is lossy"),
         *((True, reason) for reason in _of_the_users_classes(args)),
         (getattr(args, "enable_batch_sharded_sampling", False), "enable_batch_sharded_sampling is on"),
     )

@@ -39,7 +39,8 @@ VLLMS_KEYS = {
     "suffix_decoding_max_tree_depth": MATCH.format("max_match"),
     "suffix_decoding_max_cached_requests": "memory_mb of method suffix_tree is the like. Leave it out",
     "speculative_token_tree": "trees take the form that pays, up to num_speculative_tokens nodes. Leave it out",
-    "rejection_sample_method": "verification samples as vLLM does without speculation. Leave it out",
+    "rejection_sample_method": "verify='exact', the default, samples as vLLM does without speculation; "
+    "verify='typical' is lossy. Leave it out",
     "draft_sample_method": "the method says how it draws. Leave it out",
 }
 

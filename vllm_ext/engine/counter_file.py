@@ -34,6 +34,7 @@ DOCUMENTATION = {
     "spec_draft_tokens": "Draft tokens (tree nodes) verified by the target.",
     "spec_accepted_tokens": "Draft tokens accepted.",
     "spec_emitted_tokens": "Tokens emitted, accepted drafts and the target's own.",
+    "spec_typical_tokens": "Of the accepted, draft tokens kept by typical acceptance, which is lossy.",
     "spec_steps": "Steps of a request that emitted tokens; emitted / steps is tokens per step.",
     "state_loads": "Starts that took over what was learnt before.",
     "state_set_aside": "Starts that found saved state they could not use; the log has the file and the reason.",

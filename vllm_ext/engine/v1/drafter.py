@@ -317,9 +317,9 @@ class Drafter:
             if self.budget is not None:
                 self.budget.finish(request_id)
 
-    def count(self, counter: str) -> None:
-        """Add one to a counter, where this rank counts."""
-        self._counters.count(counter)
+    def count(self, counter: str, amount: int = 1) -> None:
+        """Add to a counter, where this rank counts."""
+        self._counters.count(counter, amount)
 
     def counters(self) -> dict[str, int]:
         """Totals by counter name; empty where another rank counts."""

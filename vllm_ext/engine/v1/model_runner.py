@@ -40,7 +40,7 @@ from vllm_ext.engine.v1 import calibration
 from vllm_ext.engine.v1.drafter import Drafter
 from vllm_ext.engine.v1.recurrent_step import RecurrentSteps
 from vllm_ext.engine.v1.rejection_sampler import TreeSampler
-from vllm_ext.engine.v1.row_states import RowStates, sample_rows_alone
+from vllm_ext.engine.v1.row_states import sample_rows_alone
 from vllm_ext.engine.v1.undrawn_noise import UndrawnNoise
 from vllm_ext.kernels.tree_attention import TreeRows
 from vllm_ext.proposers.step_cost import StepCost
@@ -57,6 +57,7 @@ class SpeculativeRunner(UndrawnNoise):
 
     # vLLM's.
     drafter: Drafter
+    rejection_sampler: TreeSampler
     positions: torch.Tensor
     device: torch.device
 
@@ -154,6 +155,7 @@ class SpeculativeRunner(UndrawnNoise):
             self.drafter.passes.begin_step(scheduler_output)
         for request in scheduler_output.scheduled_new_reqs:
             self.drafter.admit(request.req_id, request.sampling_params)
+            self.rejection_sampler.typical.admit(request.req_id, request.sampling_params)
         return super().execute_model(scheduler_output, *args, **kwargs)  # type: ignore[misc]
 
     def _prepare_inputs(self, scheduler_output: Any, num_scheduled_tokens: Any) -> Any:
@@ -367,6 +369,7 @@ class SpeculativeRunner(UndrawnNoise):
     def _on_request_state_removed(self, req_id: str, req_state: Any) -> None:
         super()._on_request_state_removed(req_id, req_state)  # type: ignore[misc]
         self.recurrent.pending.forget(req_id)
+        self.rejection_sampler.typical.finish(req_id)
         self.drafter.finish(req_id, 0 if req_state is None else len(req_state.output_token_ids))
 
     @property
@@ -379,9 +382,7 @@ def install(runner: Any) -> None:
     """Put the mixin in front of a constructed runner's class, and our verifier instead of vLLM's."""
     patches.subclass_in_place(runner, SpeculativeRunner)
     sampler = TreeSampler(runner.sampler, runner.speculative_config, runner.device)
-    # Not a submodule: a runner is no nn.Module, and vLLM walks no module tree through its sampler.
-    sampler.runner = runner
-    sampler.row_states = RowStates(runner)
+    sampler.bind(runner)
     runner.rejection_sampler = sampler
     # With any speculation vLLM builds the minimum-length processor only; the walk is right with all of them, also
     # with those that the user brings or another package has registered.

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Verification of trees that were drawn from a draft model or a table, inside vLLM's own sampler.
+"""Verification by another rule than the target's own draw, inside vLLM's own sampler.
 
 The stock ``Sampler`` does all it does to a row's logits: penalties, masks, temperature, min-p, top-k and top-p. What is
 left is the target's distribution ``p``, and instead of the last draw from it comes the rule that fits how the
-row's children were drawn. Rows without children, and all other requests' rows, are drawn as ever.
+row's children were drawn from a draft model or a table, or typical acceptance where it was asked for. Rows without
+children, and all other requests' rows, are drawn as ever.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import torch
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 
 from vllm_ext.engine.tree_layout import StepTrees
+from vllm_ext.engine.v1.typical_verifier import TypicalStep
 from vllm_ext.kernels.chance import RandomChance
 from vllm_ext.kernels.sparse import Float64
 from vllm_ext.samplers import k_seq, recursive_rejection
@@ -36,6 +38,7 @@ class MultiDraftSampler:
         self._sampler.topk_topp_sampler = _LastDraw(sampler.topk_topp_sampler, self)
         self._chance = RandomChance(noise)
         self.trees: StepTrees  # of the step; set by its owner
+        self.typical: TypicalStep | None = None  # likewise
         self._visited: list[tuple[int, int]] = []  # request and row of each row of logits of the next call
 
     def at(self, requests: Sequence[int], rows: Sequence[int]) -> None:
@@ -54,6 +57,10 @@ class MultiDraftSampler:
                 if below:
                     found[place] = request, below
         return found
+
+    def typical_tokens(self, logits: torch.Tensor) -> dict[int, int]:
+        """By row of logits, the child that is kept without a draw."""
+        return {} if self.typical is None else self.typical.choose(self._visited, logits)
 
     def choose(self, place: int, request: int, below: list[int], p: Float64) -> int:
         """The next token after one row."""
@@ -79,13 +86,16 @@ class _LastDraw(torch.nn.Module):
     def forward(self, logits: torch.Tensor, generators: Any, k: Any, p: Any) -> Any:
         (owner,) = self._owner
         children = owner.children()
-        if not children:
+        if not children and owner.typical is None:
             return self._stock(logits, generators, k, p)
         logits = apply_top_k_top_p(logits, k, p)
         places = list(children)
         target = logits[places].softmax(-1, dtype=torch.float32).cpu().numpy().astype(np.float64)
         target /= target.sum(1, keepdims=True)
+        typical = owner.typical_tokens(logits)
         tokens, kept = self._stock(logits, generators, None, None)
         for row, (place, (request, below)) in zip(target, children.items(), strict=True):
             tokens[place] = owner.choose(place, request, below, row)
+        for place, token in typical.items():
+            tokens[place] = token
         return tokens, kept

@@ -23,6 +23,7 @@ from vllm_ext.engine.tree_layout import StepTrees
 from vllm_ext.engine.v1.logits_processor import deferrals
 from vllm_ext.engine.v1.multi_draft_sampler import MultiDraftSampler
 from vllm_ext.engine.v1.row_states import RowStates, has_thinking_budget, is_idle
+from vllm_ext.engine.v1.typical_verifier import TypicalRequests, TypicalStep
 from vllm_ext.samplers.tree_walk import greedy_walk, walk
 
 DEFERRED = -2  # instead of a token that a rule has put off; no draft is that
@@ -32,10 +33,17 @@ VERIFICATION = 0xACCE  # in the seed of its noise: apart from the draft's
 class TreeSampler(RejectionSampler):  # type: ignore[misc]  # vLLM is untyped to us
     """A rejection sampler that rejects nothing: it samples, and looks whether the draft had it."""
 
-    # Set for this runner by `model_runner`.
-    runner: Any = None
+    runner: Any
     row_states: RowStates
+    typical: TypicalRequests
     _multi_draft_sampler: MultiDraftSampler | None = None
+
+    def bind(self, runner: Any) -> None:
+        """Verify the trees of this runner."""
+        # Not a submodule: a runner is no nn.Module, and vLLM walks no module tree through its sampler.
+        self.runner = runner
+        self.row_states = RowStates(runner)
+        self.typical = TypicalRequests(runner.vllm_config)
 
     def forward(
         self, metadata: Any, draft_probs: Any, logits: torch.Tensor, sampling_metadata: Any
@@ -61,7 +69,8 @@ class TreeSampler(RejectionSampler):  # type: ignore[misc]  # vLLM is untyped to
                 trees.accepted, emitted = walk(trees.row_start, trees.tokens, trees.parents, draw)
         else:
             tokens = self._acceptable(trees, sampling_metadata)
-            sampler = self._verifier(trees) if trees.drawn else self.sampler
+            typical = self._typical_step(trees, tokens, logits, sampling_metadata)
+            sampler = self._verifier(trees, typical) if trees.drawn or typical else self.sampler
             rounds = _Rounds(
                 self.runner, sampler, logits, trees.row_start, sampling_metadata, masks, self.row_states
             )
@@ -71,6 +80,8 @@ class TreeSampler(RejectionSampler):  # type: ignore[misc]  # vLLM is untyped to
                 self.row_states.close()
             if self.runner.may_defer:
                 emitted = [tokens[:-1] if tokens[-1] == DEFERRED else tokens for tokens in emitted]
+            if typical is not None:
+                self.runner.drafter.count("spec_typical_tokens", typical.num_kept)
             logprobs = rounds.logprobs(max(1, *map(len, emitted)))
         if masks is not None:
             masks.close()
@@ -105,14 +116,23 @@ class TreeSampler(RejectionSampler):  # type: ignore[misc]  # vLLM is untyped to
             trees.drawn.pop(request, None)
         return tokens
 
-    def _verifier(self, trees: StepTrees) -> MultiDraftSampler:
-        """The stock sampler, but for rows with children that were drawn."""
+    def _typical_step(
+        self, trees: StepTrees, tokens: Any, logits: torch.Tensor, metadata: Any
+    ) -> TypicalStep | None:
+        """Typical acceptance for the requests that have it, however their trees came about."""
+        rules = self.typical.of_step(self.runner.input_batch.req_ids)
+        for request in rules:
+            trees.drawn.pop(request, None)
+        return TypicalStep(rules, trees, tokens, logits, metadata.temperature) if rules else None
+
+    def _verifier(self, trees: StepTrees, typical: TypicalStep | None) -> MultiDraftSampler:
+        """The stock sampler, but for rows with children that were drawn, or that may be typical."""
         if self._multi_draft_sampler is None:
             seed = self.runner.model_config.seed
             self._multi_draft_sampler = MultiDraftSampler(
                 self.sampler, np.random.default_rng([VERIFICATION, seed])
             )
-        self._multi_draft_sampler.trees = trees
+        self._multi_draft_sampler.trees, self._multi_draft_sampler.typical = trees, typical
         return self._multi_draft_sampler
 
 

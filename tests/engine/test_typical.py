@@ -11,13 +11,13 @@ import pytest
 from conftest import engine
 from distribution import BLOCK_SIZE, SAMPLES, expected, least_p_value, p_value, sample
 from helpers import assert_same_outputs, generate, long_and_short_prompts, seen
+from slices import VOCABULARY
 from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import StructuredOutputsParams
 
 pytestmark = pytest.mark.engine
 
-VOCABULARY = 4096  # of the slice
 TYPICAL = {"verify": "typical"}
 # Whatever has a probability passes; nothing does.
 CREDULOUS = {**TYPICAL, "verify_threshold": 1e-12, "verify_alpha": 1e-6}

@@ -68,12 +68,14 @@ def test_on_v2_a_method_is_the_one_that_drafts_on_the_device(
     schedule = config.speculative_config.num_speculative_tokens_per_batch_size
     assert [level for *_, level in schedule] == [12, 6, 3, 0]
     assert config.scheduler_config.scheduler_cls == scheduler.path_of(
-        ["StructuredDrafts", "Budget"], ahead=False
+        ["StructuredDrafts", "Budget", "DraftBlocks"], ahead=False
     )
-    assert config.scheduler_config.get_scheduler_cls().__name__ == "StructuredDrafts_Budget"
+    assert config.scheduler_config.get_scheduler_cls().__name__ == "StructuredDrafts_Budget_DraftBlocks"
     fixed = made(model_dir, {**METHOD, "budget": "fixed"})
     assert fixed.speculative_config.num_speculative_tokens_per_batch_size is None
-    assert fixed.scheduler_config.scheduler_cls == scheduler.path_of(["StructuredDrafts"], ahead=False)
+    assert fixed.scheduler_config.scheduler_cls == scheduler.path_of(
+        ["StructuredDrafts", "DraftBlocks"], ahead=False
+    )
 
 
 @pytest.mark.parametrize("state", [False, True])
@@ -88,7 +90,7 @@ def test_methods_that_draft_on_the_host_run_on_v2_and_say_that_they_wait(
     assert config.speculative_config.method == class_paths.DEVICE_METHOD
     assert config.parallel_config.worker_cls == worker.path_of(["V2Speculation"])
     assert config.scheduler_config.scheduler_cls == scheduler.path_of(
-        ["StructuredDrafts", "Budget"], ahead=False
+        ["StructuredDrafts", "Budget", "DraftBlocks"], ahead=False
     )
     assert runners.WAITS in caplog.text
     caplog.clear()
@@ -188,11 +190,11 @@ def test_draft_models_have_their_slots_on_v2(model_dir: str, with_triton: None) 
     assert config.use_v2_model_runner
     assert config.speculative_config.method == class_paths.DEVICE_METHOD
     assert config.scheduler_config.scheduler_cls == scheduler.path_of(
-        ["DraftSlots", "StructuredDrafts", "Budget"], ahead=False
+        ["DraftSlots", "StructuredDrafts", "Budget", "DraftBlocks"], ahead=False
     )
     fixed = made(model_dir, {**method, "budget": "fixed"})
     assert fixed.scheduler_config.scheduler_cls == scheduler.path_of(
-        ["DraftSlots", "StructuredDrafts"], ahead=False
+        ["DraftSlots", "StructuredDrafts", "DraftBlocks"], ahead=False
     )
 
 
@@ -325,19 +327,22 @@ def test_a_scheduler_of_the_users_own_runs_behind_our_parts(
     assert config.use_v2_model_runner
     path = schedulers.path_of(kind)
     chosen = config.scheduler_config
-    assert chosen.scheduler_cls == scheduler.path_over(["StructuredDrafts", "Budget"], path)
+    assert chosen.scheduler_cls == scheduler.path_over(["StructuredDrafts", "Budget", "DraftBlocks"], path)
     assert scheduler.has(config, "Budget")
-    assert [each.__name__ for each in chosen.get_scheduler_cls().__mro__[1:4]] == [
+    assert [each.__name__ for each in chosen.get_scheduler_cls().__mro__[1:5]] == [
         "StructuredDrafts",
         "Budget",
+        "DraftBlocks",
         path.rpartition(".")[2],
     ]
-    assert f"scheduler_cls {path} runs behind our StructuredDrafts, Budget" in caplog.text
+    assert f"scheduler_cls {path} runs behind our StructuredDrafts, Budget, DraftBlocks" in caplog.text
     args = EngineArgs(model=model_dir, scheduler_cls=kind)
     options = Speculation().options(args, Asked(runners.RunnerChoice("V2", ""), parse(METHOD)))
     assert options.get("async_scheduling") is ahead
     fixed = made(model_dir, {**METHOD, "budget": "fixed"}, scheduler_cls=kind)
-    assert fixed.scheduler_config.scheduler_cls == scheduler.path_over(["StructuredDrafts"], path)
+    assert fixed.scheduler_config.scheduler_cls == scheduler.path_over(
+        ["StructuredDrafts", "DraftBlocks"], path
+    )
 
 
 def test_draft_models_have_their_slots_before_a_scheduler_of_the_users_own(
@@ -347,7 +352,7 @@ def test_draft_models_have_their_slots_before_a_scheduler_of_the_users_own(
     config = made(model_dir, method, scheduler_cls=AsyncScheduler)
     path = schedulers.path_of(AsyncScheduler)
     assert config.scheduler_config.scheduler_cls == scheduler.path_over(
-        ["DraftSlots", "StructuredDrafts", "Budget"], path
+        ["DraftSlots", "StructuredDrafts", "Budget", "DraftBlocks"], path
     )
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from conftest import V2_HOST_METHOD, V2_METHOD, v2_engine, v2_engine_ahead
+from conftest import V2_HOST_METHOD, V2_METHOD, V2_MODEL_METHOD, v2_engine, v2_engine_ahead
 from helpers import assert_same_outputs, preemptions
 from v2_requests import counters, generate, prompts, sampling, tokens, watch_parents
 from vllm.sampling_params import StructuredOutputsParams
@@ -88,10 +88,38 @@ def test_preempted_requests_go_on(
     make = v2_engine_ahead if scheduled_ahead else v2_engine
     llm = make(v2_dir, method, num_gpu_blocks_override=10)
     texts = prompts(4, seed=9)
-    kinds = [sampling(max_tokens=70), sampling(max_tokens=70, temperature=0.8, seed=2)] * 2
+    kinds = [sampling(max_tokens=120), sampling(max_tokens=120, temperature=0.8, seed=2)] * 2
     expected = tokens(generate(v2_plain, texts, kinds))
     assert_same_outputs(expected, tokens(generate(llm, texts, kinds)))
     assert preemptions(llm) > 0
+
+
+@pytest.mark.parametrize(
+    ("method", "scheduled_ahead"), [(V2_METHOD, True), (V2_MODEL_METHOD, True), (V2_HOST_METHOD, False)]
+)
+def test_drafts_give_way_before_requests(
+    v2_dir: str,
+    v2_plain: Any,
+    method: dict[str, Any],
+    scheduled_ahead: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Blocks for all texts, and not for all drafts: nobody is preempted, as vLLM's scheduler alone would have it."""
+    make = v2_engine_ahead if scheduled_ahead else v2_engine
+    texts = [text[:12] for text in prompts(4, seed=9)]
+    kinds = [sampling(max_tokens=52 - len(text)) for text in texts]
+    kinds[1] = sampling(max_tokens=kinds[1].max_tokens, temperature=0.8, seed=2)
+    llm = make(v2_dir, {**method, "num_speculative_tokens": 15}, num_gpu_blocks_override=9)
+    expected = tokens(generate(v2_plain, texts, kinds))
+    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+    free = scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+    assert_same_outputs(expected, tokens(generate(llm, texts, kinds)))
+    assert preemptions(llm) == 0
+    assert counters(llm)["spec_accepted_tokens"] > 10
+    monkeypatch.setattr(scheduler, "_is_known", False)
+    assert_same_outputs(expected, tokens(generate(llm, texts, kinds)))
+    assert preemptions(llm) > 0
+    assert scheduler.kv_cache_manager.block_pool.get_num_free_blocks() == free
 
 
 def test_fewer_nodes_than_there_are(

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from vllm_ext.compat.hooks import Hook
+from vllm_ext.compat.hooks_blocks import BLOCK_HOOKS
 from vllm_ext.compat.hooks_structured import STRUCTURED_HOOKS
 
 _SPEC = "vllm.v1.kv_cache_interface"
@@ -96,6 +97,7 @@ HOOKS = (
         "tells workers which grammar backend the engine has; keeps blocks apart that a companion model has read",
     ),
     Hook("vllm.v1.request", "Request.update_block_hashes", ("self",), "keeps those blocks apart"),
+    *BLOCK_HOOKS,
     *STRUCTURED_HOOKS,
     Hook(
         "vllm.v1.core.sched.scheduler",

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +23,9 @@ class StepExtras:
     )  # by request: a place in the output, its token
     level: int | None = None  # nodes of a request on average, where its drafts are more
     budget: Mapping[str, float] | None = None  # now and then: the budget's figures, for the counter file
+    # By request that has given KV blocks back, how many it has kept; of each of these KV groups.
+    kept_blocks: Mapping[str, int] = field(default_factory=dict)
+    kept_in: Sequence[int] = ()
     # Of a ModelRunnerOutput.
     drafts: Any = None  # vLLM's DraftTokenIds, which would be asked for in a call of their own
     notes: Mapping[str, Mapping[int, float]] = field(

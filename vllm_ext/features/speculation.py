@@ -105,10 +105,12 @@ class Speculation(Feature):
             return ()
         slots = ("DraftSlots",) if reads_nodes(asked.method.options) else ()
         if asked.on_v2:
-            return (*slots, "StructuredDrafts", *(("Budget",) if _has_levels(vllm_config) else ()))
+            levels = ("Budget",) if _has_levels(vllm_config) else ()
+            return (*slots, "StructuredDrafts", *levels, "DraftBlocks")
+        parts = "DraftCounts", *slots, "DraftBlocks"
         if issubclass(asked.method.proposer_class, DraftModelProposer):
-            return "DraftCounts", *slots
-        return "DraftCounts", *slots, "StructuredDrafts"
+            return parts
+        return (*parts, "StructuredDrafts")
 
     def settings(self, asked: Asked) -> dict[str, Any]:
         return {} if asked.method is None else {speculative.SPECULATION: asked.method.to_additional_config()}

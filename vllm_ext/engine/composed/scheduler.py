@@ -29,6 +29,7 @@ PARTS = {
     "PairedRequests": f"{_ROOM}.paired.PairedRequests",
     "DeferredTokens": f"{_ROOM}.deferred.DeferredTokens",
     "Budget": f"{_ROOM}.budget.Budget",
+    "DraftBlocks": f"{_ROOM}.draft_blocks.DraftBlocks",
 }
 
 

@@ -8,6 +8,7 @@ and itself.
 
 from __future__ import annotations
 
+import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
@@ -84,6 +85,10 @@ class Companion(ABC):
 
     def begin_step(self, scheduler_output: Any) -> None:
         """Before the target's step."""
+
+    def room(self, row: int) -> int:
+        """How many tokens and nodes of a request of the batch it can read: as many as one wishes, without a cache."""
+        return sys.maxsize
 
     @abstractmethod
     def warm_up(self) -> None:
@@ -181,6 +186,11 @@ class DraftPasses(ModelPasses):
         ]
         context = self._target_config.compilation_config.static_forward_context
         tree_backend.warm_up([context[name] for name in self.layers])
+
+    def room(self, row: int) -> int:
+        """See `Companion`."""
+        table = self._runner.input_batch.block_table[self._group_id]
+        return int(table.num_blocks_per_row[row]) * int(table.block_size)
 
     def forget(self, request_id: str) -> None:
         """See `ModelPasses`."""

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -66,6 +66,8 @@ class BatchTexts:
     def __init__(self, vllm_config: Any, per_node: int) -> None:
         self._max_model_len: int = vllm_config.model_config.max_model_len
         self._per_node = per_node
+        # By batch index, tokens and nodes that whoever asks a model for nodes has slots for; None: nobody does.
+        self.room_of: Callable[[int], int] | None = None
         encoded = kv_cache.from_config(vllm_config) is not None
         self._encoded_block: int | None = vllm_config.cache_config.block_size if encoded else None
 
@@ -105,13 +107,16 @@ class BatchTexts:
         if self._encoded_block is not None:
             # Drafts end before the last place of a block, which is encoded when a settled token takes it.
             left = min(left, self._encoded_block - 1 - (num_tokens - 1) % self._encoded_block)
+        room = self._max_model_len
+        if self.room_of is not None:
+            room = min(room, self.room_of(slot))
         return drafted_for(
             name,
             batch.token_ids_cpu[slot, :num_tokens],
             state.num_prompt_tokens,
             sampling or sampling_params.sampling_of(params),
             left=left,
-            nodes=min(nodes, (self._max_model_len - num_tokens) // self._per_node),
+            nodes=min(nodes, max(room - num_tokens, 0) // self._per_node),
             chain=chain,
             may_draw=may_draw,
         )

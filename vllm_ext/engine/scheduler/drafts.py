@@ -16,6 +16,7 @@ class DraftSlots:
     """
 
     vllm_config: Any
+    no_lookahead = False  # of `DraftBlocks`
 
     @property
     def num_lookahead_tokens(self) -> int:
@@ -23,6 +24,8 @@ class DraftSlots:
 
         A step may put out one token more than it had rows for, which is the root of the next tree.
         """
+        if self.no_lookahead:
+            return 0
         most = MOST_READ if self.vllm_config.use_v2_model_runner else ASKED_PER_NODE
         return 1 + most * int(self.vllm_config.speculative_config.num_speculative_tokens)
 

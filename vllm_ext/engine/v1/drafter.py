@@ -73,12 +73,11 @@ class Drafter:
         # Why this model's drafts are chains; None where it can verify trees. Set once the caches are bound.
         self.chain_reason: str | None = None
         self.num_nodes = settings.options.num_speculative_tokens  # most of one request
-        # Cuts what was drafted; where a model drafts, its own budget says before how much.
+        # Cuts what was drafted; a model that drafts has a budget of its own.
         self.budget: GoodputBudget | None = None
         if settings.options.budget != "fixed" and self.model_drafts is None:
             self.budget = GoodputBudget(self.num_nodes)
-        # A clock differs between ranks, and what follows from it may only decide how much of a tree is
-        # scheduled (rank 0's does), never which tree is made.
+        # Clocks differ between ranks: they may decide how much of a tree is scheduled, never which tree is made.
         self._may_hint = vllm_config.parallel_config.world_size == 1
         self._clock = StepClock()
 
@@ -109,6 +108,7 @@ class Drafter:
             logits_tap.warm_up(model, of_model.get_vocab_size(), of_model.dtype, width)
         if self.passes is not None:
             self.passes.load(model)
+            self._texts.room_of = self.passes.room
         if self._prompt_tokens is not None:
             embeddings = prompt_embeddings.load(self._prompt_tokens.model)
             embeddings = embeddings[: self._prompt_tokens.num_prompt_tokens]

@@ -36,7 +36,7 @@ from vllm_ext.engine.attention import tree_backend
 from vllm_ext.engine.kv_cache.encoded_rows import EncodedMetadata
 from vllm_ext.engine.models import cpu_linear
 from vllm_ext.engine.tree_layout import StepTrees, offsets, starts
-from vllm_ext.engine.v1 import calibration
+from vllm_ext.engine.v1 import calibration, returned_blocks
 from vllm_ext.engine.v1.drafter import Drafter
 from vllm_ext.engine.v1.recurrent_step import RecurrentSteps
 from vllm_ext.engine.v1.rejection_sampler import TreeSampler
@@ -151,6 +151,7 @@ class SpeculativeRunner(UndrawnNoise):
     def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         """vLLM's, timed."""
         self.step_started = time.perf_counter()
+        returned_blocks.forget(self, scheduler_output)
         if self.drafter.passes is not None:
             self.drafter.passes.begin_step(scheduler_output)
         for request in scheduler_output.scheduled_new_reqs:

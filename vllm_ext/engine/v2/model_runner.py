@@ -163,6 +163,10 @@ class SpeculativeRunner:
     def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         """vLLM's, of a step that has as many drafts as the budget wants verified."""
         runner: Any = self
+        extras = step_extras.of(scheduler_output)
+        for name, number in extras.kept_blocks.items():
+            # What lay behind has been taken (`scheduler.draft_blocks`).
+            runner.block_tables.num_blocks.np[extras.kept_in, self.req_states.req_id_to_index[name]] = number
         if not any(self._is_structured(name) for name in scheduler_output.scheduled_spec_decode_tokens):
             scheduler_output = shares.cut(scheduler_output, self.speculator.chances, runner.cudagraph_manager)
         return super().execute_model(scheduler_output, *args, **kwargs)  # type: ignore[misc]

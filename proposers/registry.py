@@ -31,6 +31,7 @@ METHODS: dict[str, str] = {
     "medusa_tree": "vllm_ext.proposers.medusa:Medusa",
     "ppd": "vllm_ext.proposers.ppd:Ppd",
     "spectr": "vllm_ext.proposers.spectr:SpecTr",
+    "specdec_pp": "vllm_ext.proposers.specdec_pp:SpecDecPP",
 }
 
 

@@ -131,8 +131,8 @@ def test_where_methods_draft_on_v2() -> None:
     places = {name: load_method(name).on_v2 for name in METHODS}
     with_model = {name for name in METHODS if issubclass(load_method(name), DraftModelProposer)}
     on_device = {name for name, place in places.items() if place == "device"}
-    assert {name for name, place in places.items() if place is None} == {"del", "ppd", "rasd"}
-    assert on_device == with_model - {"del"} | {"token_recycling", "hybrid"}
+    assert {name for name, place in places.items() if place is None} == {"del", "ppd", "rasd", "specdec_pp"}
+    assert on_device == with_model - {"del", "specdec_pp"} | {"token_recycling", "hybrid"}
 
 
 def test_what_is_pruned_on_the_host_runs_on_v1(slice_dir: str, with_triton: None) -> None:

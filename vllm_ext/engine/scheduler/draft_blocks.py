@@ -79,12 +79,14 @@ class DraftBlocks:
             return super().schedule(*args, **kwargs)  # type: ignore[misc]
         lookahead = self.num_lookahead_tokens
         fixed = lookahead if self._keeps_lookahead else 0
-        texts = [self._text(request, fixed) for request in self.running]
         free = self.kv_cache_manager.block_pool.get_num_free_blocks() // len(self._growing)
-        drafts = [text._replace(nodes=text.nodes + lookahead - fixed) for text in texts]
         waiting = self._next_waiting()
         filled = 0 if self.dynamic_sd_lookup is not None else self.num_spec_tokens
         most = [self._blocks_of(request, lookahead + filled) for request in waiting]
+        if self._most_new() + sum(most) <= free:  # as nearly always: no look at each request
+            return super().schedule(*args, **kwargs)  # type: ignore[misc]
+        texts = [self._text(request, fixed) for request in self.running]
+        drafts = [text._replace(nodes=text.nodes + lookahead - fixed) for text in texts]
         if spec_memo.is_enough(drafts, free - sum(most), self._block_tokens):
             return super().schedule(*args, **kwargs)  # type: ignore[misc]
         left = spec_memo.spare(texts, free, self._block_tokens)
@@ -110,6 +112,12 @@ class DraftBlocks:
             extras = step_extras.set_of(output)
             extras.kept_blocks, extras.kept_in = returned, self._groups
         return output
+
+    def _most_new(self) -> int:
+        """Blocks that the running requests may come to want in a step: their drafts, those in flight, and prompts."""
+        each = self.num_lookahead_tokens + 2 * (1 + self.num_spec_tokens)
+        of_drafts = len(self.running) * (1 + spec_memo.blocks_of(each, self._block_tokens))
+        return of_drafts + spec_memo.blocks_of(self.max_num_scheduled_tokens, self._block_tokens)
 
     def _schedule_nothing(self, *args: Any, **kwargs: Any) -> Any:
         """A step without tokens: what the one that runs has drafted is known after it."""

@@ -166,6 +166,12 @@ class DraftBudget:
             estimates[rank] = before
         return estimates
 
+    def restart(self) -> None:
+        """The draft is another one: how often it was right counts no longer, what it costs does."""
+        for counts in (self._trials, self._hits):
+            counts[:] = 0.0
+        self._reach = self._reach_hits = 0.0
+
     def _target_seconds(self, nodes: np.ndarray, many: int, batch_size: int, context_tokens: int) -> Float64:
         rows = batch_size + many * nodes
         whole = self.cost.seconds(rows, batch_size, context_tokens)

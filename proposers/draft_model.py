@@ -21,6 +21,7 @@ from vllm_ext.kernels.sparse import Float64, Int32, Sparse
 from vllm_ext.kernels.user_paths import UserPath
 from vllm_ext.proposers.base import MethodOptions, Proposer, Request, Sampling
 from vllm_ext.proposers.likeliest_tree import LikeliestTree
+from vllm_ext.proposers.online import OnlineOptions
 from vllm_ext.proposers.sampled import ROOT, TreeBuilder, grow
 from vllm_ext.proposers.tree import DraftTree, Float32
 
@@ -80,6 +81,10 @@ class DraftModelOptions(PassOptions):
         description="folder where answers are kept for `vllm-ext train draft --answers`; none: they are not",
     )
     export_mb: float = Field(default=64.0, ge=1.0, le=65536.0, description="most of them, the newest ones")
+    online: OnlineOptions | None = Field(
+        default=None,
+        description="the draft goes on learning from what is asked, in a process of its own; none: it stays as it is",
+    )
 
     @field_validator("self_layers")
     @classmethod
@@ -89,6 +94,23 @@ class DraftModelOptions(PassOptions):
                 f"only model='self' has layers to choose; model={info.data['model']!r}: remove it"
             )
         return self_layers
+
+    @field_validator("online")
+    @classmethod
+    def _learns_alone(cls, online: OnlineOptions | None, info: Any) -> OnlineOptions | None:
+        if online is None:
+            return None
+        if info.data.get("model") == SELF:
+            raise ValueError(
+                "it trains a model of its own, and model='self' has the target's weights; name a draft model, or "
+                "remove it"
+            )
+        if (export_dir := info.data.get("export_dir")) is not None:
+            raise ValueError(
+                f"export_dir={export_dir!r} keeps the same answers for good, and these are deleted once the draft has "
+                "learnt from them; remove one of the two"
+            )
+        return online
 
 
 class DraftModelProposer(Proposer):
@@ -107,7 +129,7 @@ class DraftModelProposer(Proposer):
     least_reach = 0.0  # set by the adapter: see `sampled.grow`
     deepest = 32  # set by the adapter: nodes of which the draft knows something
     fuses: ClassVar[bool] = False  # whether it may be one of a hybrid's drafters
-    only_alone: ClassVar[Sequence[str]] = ("export_dir",)  # options that it has not there
+    only_alone: ClassVar[Sequence[str]] = ("export_dir", "online")  # options that it has not there
     in_rounds: ClassVar[bool] = False  # whether it then goes on below what the others say, depth by depth
     blind: Container[str] = frozenset()  # set by the adapter: requests that the draft can say nothing of
 

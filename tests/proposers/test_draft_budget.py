@@ -219,3 +219,17 @@ def test_passes_that_tell_two_depths_cost_half() -> None:
     a, b = (budget._draft_seconds(np.arange(9), 1, 100)[0] for budget in (one, two))
     np.testing.assert_allclose(a[2:] - a[1], 2.0 * (b[2:] - b[1]), rtol=1e-2)
     assert a[7] > b[7] > b[1]
+
+
+def test_another_draft_is_judged_by_itself_alone() -> None:
+    """What it costs is still known; how often the one before was right counts no longer."""
+    machine = Machine(acceptance=0.02, per_row=0.01, draft=1e-3)
+    given_up = machine.run(400)[-100:]
+    budget = machine.budget
+    before, cost = budget.acceptance(), budget.pass_cost.seconds(np.array([1]), 1, 100)
+    budget.restart()
+    assert budget.acceptance() == pytest.approx(DraftBudget(CEILING).acceptance())
+    assert budget.acceptance()[0] > 3 * before[0]
+    assert budget.pass_cost.seconds(np.array([1]), 1, 100) == cost
+    machine.acceptance = 0.9
+    assert np.mean(machine.run(100)) > np.mean(given_up) + 1

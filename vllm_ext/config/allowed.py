@@ -27,6 +27,8 @@ def in_words(schema: Mapping[str, Any]) -> str:
 def _kinds(schema: Mapping[str, Any]) -> list[str]:
     if "enum" in schema:
         return [repr(value) for value in schema["enum"]]
+    if "$ref" in schema:  # options of their own
+        return ["object"]
     if "const" in schema:
         return [repr(schema["const"])]
     return [schema.get("type", "any")]

@@ -116,7 +116,11 @@ def _of_passes(settings: Settings) -> Iterator[tuple[bool, str]]:
     """What models that draft cannot do on V2, as in `choose`."""
     options = settings.options
     if isinstance(options, DraftModelOptions):
-        yield options.export_dir is not None, "export_dir is set: drafts on the device do not see answers"
+        for name in ("export_dir", "online"):
+            yield (
+                getattr(options, name) is not None,
+                f"{name} is set: drafts on the device do not see answers",
+            )
     drafting = draft_of(options)
     if isinstance(drafting, EagleOptions):
         yield block_of(drafting.model) > 1, "its head says two tokens a pass (Falcon)"

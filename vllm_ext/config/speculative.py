@@ -7,7 +7,7 @@ carries to every process unread.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, get_args
 
@@ -41,6 +41,7 @@ VLLMS_KEYS = {
     "speculative_token_tree": "trees take the form that pays, up to num_speculative_tokens nodes. Leave it out",
     "rejection_sample_method": "verify='exact', the default, samples as vLLM does without speculation; "
     "verify='typical' is lossy. Leave it out",
+    "online": "methods with a draft model learn so: dyspec, rsd_c, rsd_s, spectr, static_tree. Leave it out",
     "draft_sample_method": "the method says how it draws. Leave it out",
 }
 
@@ -181,12 +182,23 @@ def check_known(speculative_config: Any) -> None:
 
 
 def option_rows(options: type[BaseModel]) -> list[tuple[str, str, str, str]]:
-    """Name, default, allowed and meaning of each option, for tables and error messages."""
-    rows = []
-    for name, field in options.model_json_schema()["properties"].items():
+    """Name, default, allowed and meaning of each option, for tables and error messages.
+
+    Behind one that has options of its own come these: ``online.dir``.
+    """
+    schema = options.model_json_schema()
+    return list(_rows(schema["properties"], schema.get("$defs", {}), ""))
+
+
+def _rows(
+    properties: Mapping[str, Any], own: Mapping[str, Any], before: str
+) -> Iterator[tuple[str, str, str, str]]:
+    for name, field in properties.items():
         default = str(field["default"]) if "default" in field else "required"
-        rows.append((name, default, in_words(field), field.get("description", "")))
-    return rows
+        yield before + name, default, in_words(field), field.get("description", "")
+        for choice in field.get("anyOf", [field]):
+            if (named := choice.get("$ref", "").rpartition("/")[2]) in own:
+                yield from _rows(own[named]["properties"], own, f"{before}{name}.")
 
 
 def _flatten(literal: Any) -> list[str]:
@@ -208,7 +220,8 @@ def explain(
         title: of the list of options.
         others: of names that are no options, what to say of them.
     """
-    allowed = {name: text for name, _, text, _ in option_rows(options)}
+    rows = option_rows(options)
+    allowed = {name: text for name, _, text, _ in rows}
     lines: dict[
         str, str
     ] = {}  # by field: of a choice of types the last, which is the one nearest to what was meant
@@ -225,9 +238,10 @@ def explain(
         elif problem["type"] == "value_error":  # a validator's own words
             line = f"{shown}: {problem['ctx']['error']}" if field else str(problem["ctx"]["error"])
         elif problem["type"] == "missing":
-            line = f"{field} is missing, and required: {options.model_fields[field].description}"
+            meaning = next(text for name, _, _, text in rows if name == field)
+            line = f"{field} is missing, and required: {meaning}"
         else:
-            line = f"{shown} is not allowed; allowed: {allowed.get(top, 'an object')}"
+            line = f"{shown} is not allowed; allowed: {allowed.get(field, allowed.get(top, 'an object'))}"
         lines[top] = line
     known = "; ".join(f"{name}: {text}" for name, text in allowed.items())
     sentences = [

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
+from zipfile import BadZipFile
 
 import numpy as np
 import numpy.typing as npt
@@ -223,12 +224,17 @@ def load(folder: Path) -> list[Answer]:
     files = sorted(folder.rglob("*.npz"))
     if not files:
         raise ValueError(f"{folder} holds no answers; name a folder that does, or have some kept: export_dir")
-    return [answer for file in files for answer in _read(file)]
+    return [answer for file in files for answer in read_shard(file)]
 
 
-def _read(file: Path) -> list[Answer]:
+def read_shard(file: Path) -> list[Answer]:
+    """The answers of one shard.
+
+    Raises:
+        ValueError: it cannot be read; the message names it.
+    """
     try:
-        with np.load(file) as shard:
+        with file.open("rb") as stream, np.load(stream) as shard:
             ends = np.cumsum(shard["num_tokens"])
             outputs = np.cumsum(shard["num_tokens"] - shard["num_prompt_tokens"])
             parts = (
@@ -238,5 +244,5 @@ def _read(file: Path) -> list[Answer]:
                 np.split(shard["top_logp"], outputs[:-1]),
             )
             return [Answer(*part) for part in zip(*parts, strict=True)]
-    except (OSError, KeyError, ValueError) as error:
+    except (OSError, KeyError, ValueError, BadZipFile) as error:
         raise ValueError(f"{file} cannot be read ({error}); delete it, and run the command again") from None

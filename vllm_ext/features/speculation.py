@@ -15,7 +15,7 @@ from vllm.logger import init_logger
 from vllm_ext import __version__, patches
 from vllm_ext.config import processors, refusals, runners, schedulers, speculative
 from vllm_ext.config.speculative import Settings
-from vllm_ext.engine.draft_model import vllm_proposer
+from vllm_ext.engine.draft_model import online, vllm_proposer
 from vllm_ext.engine.models import (
     clover_heads,
     eagle_head,
@@ -70,6 +70,9 @@ class Speculation(Feature):
             settings = settings.with_options(
                 **{name: str(state_file.prepare_folder(folder, name)) for name, folder in given.items()}
             )
+        if (learning := getattr(settings.options, "online", None)) is not None:
+            folder = str(state_file.prepare_folder(learning.dir, "online.dir"))
+            settings = settings.with_options(online=learning.model_copy(update={"dir": folder}))
         asked.runner = runners.choose(args, settings, asked.rules, encoded_kv=asked.kv is not None)
         asked.method = _with_default_nodes(settings) if asked.on_v2 else settings
         if asked.on_v2 and (adapted := processors.of(args)).adapted:
@@ -123,7 +126,7 @@ class Speculation(Feature):
         settings.proposer_class.check(settings.options, *vocabulary(vllm_config))
         drafting = draft_of(settings.options)
         if isinstance(drafting, DraftModelOptions):
-            second_model.check(vllm_config, drafting)
+            online.check(vllm_config, drafting, second_model.check(vllm_config, drafting))
         elif isinstance(drafting, LayerSkipOptions):
             layer_slices.check(vllm_config, "layerskip", LayerSkip, drafting)
         elif drafting is not None:

@@ -109,3 +109,26 @@ def test_what_cannot_be_written_is_said_once(tmp_path: Path, monkeypatch: pytest
     assert len(said) == 1
     assert "1 answers could not be written" in said[0]
     assert "No space left on device" in said[0]
+
+
+def test_few_answers_are_handed_over_at_once_and_may_be_taken_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a draft that learns online: who learns from a shard deletes it, also while the next one is written."""
+    said: list[Any] = []
+    monkeypatch.setattr(logging.getLogger("vllm.vllm_ext"), "warning", lambda *a: said.append(a))
+    export = Export(tmp_path, 1e-3, in_shard=2)
+    write = answers.write
+
+    def taken_meanwhile(file: Path, given: Any) -> None:
+        write(file, given)
+        for other in tmp_path.glob("*.npz"):
+            if other != file:
+                other.unlink()
+
+    monkeypatch.setattr(answers, "write", taken_meanwhile)
+    for number in range(6):
+        answer(export, f"r{number}", LEAST + number)
+    export.close()
+    assert [len(found.top_ids) for found in answers.load(tmp_path)] == [LEAST + 4, LEAST + 5]
+    assert not said

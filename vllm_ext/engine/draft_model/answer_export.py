@@ -4,13 +4,12 @@
 The newest answers, up to so many bytes, as shards in a folder; a shard is written by another thread once it is full.
 
 Source: "Online Speculative Decoding", arXiv 2310.07177 (a buffer of contexts with the target's distributions, from
-which the draft is distilled again). Deviations: every answer is kept, not only where the draft was wrong; the draft is
-trained outside the server.
+which the draft is distilled again). Deviation: every answer is kept, not only where the draft was wrong. The draft is
+trained outside the server, or beside it (`online`).
 """
 
 from __future__ import annotations
 
-import os
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -21,7 +20,9 @@ import numpy as np
 from vllm.logger import init_logger
 
 from vllm_ext.data import answers as draft_data
+from vllm_ext.data.weight_versions import ANSWERS
 from vllm_ext.proposers.base import VerifiedRows
+from vllm_ext.proposers.online import OnlineOptions
 from vllm_ext.proposers.tree import Float32, Int32
 
 logger = init_logger("vllm.vllm_ext")
@@ -29,6 +30,19 @@ logger = init_logger("vllm.vllm_ext")
 TOP_K = 16  # alternatives kept of each token
 MAX_LENGTH = 1024  # tokens kept of a prompt with its answer, the last ones
 LEAST = 8  # tokens: shorter answers are not kept
+
+
+def _size(file: Path) -> int:
+    """In bytes; 0 of one that who learns from it has deleted."""
+    try:
+        return file.stat().st_size
+    except FileNotFoundError:
+        return 0
+
+
+def online_folder(parallel_config: Any, options: OnlineOptions) -> Path:
+    """An engine's own, under that of ``online``."""
+    return Path(options.dir) / str(parallel_config.data_parallel_index)
 
 
 @dataclass(slots=True)
@@ -46,11 +60,13 @@ class Export:
     Args:
         folder: of the shards, this engine's alone; those that are there count.
         megabytes: most of all shards together; the oldest are deleted for newer ones.
+        in_shard: answers of a shard; None: `draft_data.SHARD`.
     """
 
-    def __init__(self, folder: Path, megabytes: float) -> None:
+    def __init__(self, folder: Path, megabytes: float, in_shard: int | None = None) -> None:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._folder, self._most = folder, int(1e6 * megabytes)
+        self._in_shard = in_shard or draft_data.SHARD
         self._open: dict[str, _Open] = {}
         self._full: list[draft_data.Answer] = []
         self._writer = ThreadPoolExecutor(1, "vllm-ext-export")
@@ -58,9 +74,12 @@ class Export:
 
     @classmethod
     def of(cls, parallel_config: Any, options: Any) -> Export | None:
-        """A method's that has an ``export_dir``; rank 0's alone, in a folder of its engine's."""
+        """A method's that has an ``export_dir`` or is ``online``; rank 0's alone, in a folder of its engine's."""
         if parallel_config.rank != 0:
             return None
+        if (online := options.online) is not None:
+            folder = online_folder(parallel_config, online) / ANSWERS
+            return cls(folder, online.buffer_mb, online.update_interval)
         return cls(Path(options.export_dir) / str(parallel_config.data_parallel_index), options.export_mb)
 
     def observe(self, rows: VerifiedRows, log_total: Float32) -> None:
@@ -94,7 +113,7 @@ class Export:
         self._full.append(
             draft_data.Answer(np.concatenate([prompt, outputs]), len(prompt), np.stack(ids), np.stack(logp))
         )
-        if len(self._full) >= draft_data.SHARD:
+        if len(self._full) >= self._in_shard:
             self._flush()
 
     def close(self) -> None:
@@ -112,14 +131,14 @@ class Export:
     def _write(self, answers: list[draft_data.Answer]) -> None:
         try:
             shards = sorted(self._folder.glob("*.npz"))
-            number = int(shards[-1].stem) + draft_data.SHARD if shards else 0
+            number = int(shards[-1].stem) + self._in_shard if shards else 0
             file = draft_data.shard_file(self._folder, number)
             draft_data.write(file, answers)
-            sizes = {shard: shard.stat().st_size for shard in (*shards, file)}
+            sizes = {shard: _size(shard) for shard in (*shards, file)}
             for shard in shards:
                 if sum(sizes.values()) <= self._most:
                     break
-                os.unlink(shard)
+                shard.unlink(missing_ok=True)
                 del sizes[shard]
         except Exception as error:
             if (cause := repr(error)) not in self._causes:

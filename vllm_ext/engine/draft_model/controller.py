@@ -134,6 +134,10 @@ class ModelDrafts:
         Returns:
             By request.
         """
+        if self.passes.renew():
+            self._left = 0
+            if isinstance(self.budget, DraftBudget):
+                self.budget.restart()
         drafted = len(request_ids)  # requests
         by_unread = list(range(drafted))  # those with the least to read first
         if self._left and drafted == self._resting:

@@ -94,6 +94,9 @@ class Companion(ABC):
     def warm_up(self) -> None:
         """Compile what would else stall the first request."""
 
+    def close(self) -> None:
+        """The worker ends; may be called again."""
+
 
 class ModelPasses(Companion):
     """A draft model or heads, and their passes. See `vllm_ext.proposers.draft_model.DraftModel`."""
@@ -115,6 +118,10 @@ class ModelPasses(Companion):
 
     def forget(self, request_id: str) -> None:
         """A request is gone."""
+
+    def renew(self) -> bool:
+        """Between verification and the next drafts: take over weights that were learnt; whether there were any."""
+        return False
 
     @abstractmethod
     def advance(self, num_tokens: Sequence[int], drafting: set[str]) -> None:

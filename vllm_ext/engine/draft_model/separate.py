@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from vllm_ext.engine.draft_model.online import Online
 from vllm_ext.engine.draft_model.own_caches import OwnCaches, packed
 from vllm_ext.engine.draft_model.passes import Growth, Pass
 from vllm_ext.engine.models import cpu_linear, second_model
@@ -31,6 +32,7 @@ class SeparateModel(OwnCaches):
     def __init__(self, vllm_config: Any, options: DraftModelOptions) -> None:
         super().__init__(vllm_config, f"speculative_config.model={options.model!r}")
         self._options = options
+        self.online: Online | None = None
 
     def load(self, target: Any) -> None:
         """Build it and load its weights; its layers then take part in vLLM's sizing of the caches."""
@@ -40,6 +42,16 @@ class SeparateModel(OwnCaches):
         self.own_layers = self.layers
         self._vocab_size = min(self._vocab_size, self.config.model_config.get_vocab_size())
         second_model.log_draft(self._options, self.model, self.layers)
+        self.online = Online.of(self._target_config, self._options, self.model, self._what)
+
+    def renew(self) -> bool:
+        """See `DraftPasses`."""
+        return self.online is not None and self.online.swap()
+
+    def close(self) -> None:
+        """See `DraftPasses`."""
+        if self.online is not None:
+            self.online.close()
 
     def unread(self, request_ids: Sequence[str], num_tokens: Sequence[int]) -> list[int]:
         """See `DraftPasses`."""

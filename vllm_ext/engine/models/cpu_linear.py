@@ -154,6 +154,7 @@ def take_over(layer: Any, remove_weight: bool, bits: int = 16) -> bool:
         result: torch.Tensor = op(x, *packed, nothing if bias is None else bias.float())
         return result
 
+    layer.packed = packed  # others may be copied into them: `draft_weights`
     layer.packed_bytes = sum(part.nbytes for part in packed)
 
     layer.cpu_linear = cpu_linear

@@ -51,15 +51,14 @@ class Drafter:
         if isinstance(self.proposer, DraftModelProposer):
             self.model_drafts = ModelDrafts(vllm_config, self.proposer, self.count)
         self.fused: FusedDraft | None = None
-        drafting = draft_of(settings.options)
-        if drafting is not None and isinstance(self.proposer, Hybrid):
+        if isinstance(self.proposer, Hybrid) and (drafting := draft_of(settings.options)) is not None:
             self.fused = FusedDraft(vllm_config, drafting, self.count)
         self.vllms = VllmProposers(vllm_config, self.proposer)
         behind = self.model_drafts is not None or reads_nodes(settings.options)
         self._texts = BatchTexts(vllm_config, ASKED_PER_NODE if behind else 1)
         self.constraints = DraftConstraints(vllm_config, self._counters.add, self._host.fault_of)
         # On all ranks alike: what is tapped decides how greedy tokens are found.
-        self._exports = getattr(settings.options, "export_dir", None) is not None
+        self._exports = any(getattr(settings.options, name, None) for name in ("export_dir", "online"))
         self._export = Export.of(vllm_config.parallel_config, settings.options) if self._exports else None
         with_total = self._export is not None or self.proposer.verified_log_total
         self._tap = logits_tap.LogitsTap(with_total)
@@ -110,9 +109,8 @@ class Drafter:
             self.passes.load(model)
             self._texts.room_of = self.passes.room
         if self._prompt_tokens is not None:
-            embeddings = prompt_embeddings.load(self._prompt_tokens.model)
-            embeddings = embeddings[: self._prompt_tokens.num_prompt_tokens]
-            prompt_embeddings.extend(model, embeddings, self._vocab_size)
+            own = prompt_embeddings.load(self._prompt_tokens.model)[: self._prompt_tokens.num_prompt_tokens]
+            prompt_embeddings.extend(model, own, self._vocab_size)
         self._host.load()
 
     def close(self) -> None:
@@ -121,6 +119,8 @@ class Drafter:
             for request_id in list(self._host.known):
                 self.finish(request_id)
         self._host.checkpointer.close()
+        if self.passes is not None:
+            self.passes.close()
         if self._export is not None:
             self._export.close()
             self._export = None

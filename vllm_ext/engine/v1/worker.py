@@ -10,6 +10,7 @@ from vllm_ext.compat import hooks_v1
 from vllm_ext.config import rules, speculative
 from vllm_ext.engine import metrics, rule_faults, step_extras
 from vllm_ext.engine.attention import tree_backend
+from vllm_ext.engine.draft_model import online
 from vllm_ext.engine.models import cpu_linear
 from vllm_ext.engine.models.hidden_states import HiddenStates
 from vllm_ext.engine.recurrent import registry
@@ -122,6 +123,7 @@ class Speculation(Part):
     def init_device(self) -> None:
         """vLLM's, then our runner."""
         model_config = self.vllm_config.model_config
+        online.cores()
         # vLLM refuses them next to speculation, as its rejection sampler applies none; ours applies all.
         processors, model_config.logits_processors = model_config.logits_processors, None
         try:

@@ -17,9 +17,11 @@ import json
 import os
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+LOOK_SECONDS = 0.5
 PARTS = (("gsm8k", "question"), ("human_eval", "prompt"))
 COUNTED = ("spec_emitted_tokens", "spec_steps", "spec_draft_tokens", "spec_accepted_tokens")
 
@@ -35,25 +37,41 @@ def stream(data: Path, counts: list[int]) -> list[tuple[str, str]]:
     return found
 
 
-def version_of(worker: Any) -> int:
-    """That the draft of a worker has."""
+def version_of(worker: Any) -> tuple[int, float]:
+    """That the draft of a worker has, and the seconds that steps have waited for all versions so far."""
     learning = worker.model_runner.drafter.passes.online
-    return 0 if learning is None else int(learning.version)
+    return (0, 0.0) if learning is None else (learning.version, learning.copy_seconds)
 
 
-def rest(answers: Path, log: Path, pause: float) -> float:
-    """Wait until all answers are learnt from; seconds."""
+def trainer_of(worker: Any) -> int:
+    """The trainer's process."""
+    return int(worker.model_runner.drafter.passes.online._trainer.pid)
+
+
+def as_everybody(process: int) -> None:
+    """Give a process the usual priority: on a machine that others use it gets nothing else."""
+    for task in Path(f"/proc/{process}/task").iterdir():
+        os.sched_setscheduler(int(task.name), os.SCHED_OTHER, os.sched_param(0))
+        os.setpriority(os.PRIO_PROCESS, int(task.name), 0)
+
+
+def rest(log: Path, windows: int, pause: float) -> float:
+    """Wait until the trainer has learnt from so many windows, and what came of it is taken over; seconds.
+
+    The last requests of a window are known to have ended in the first step of the next one.
+    """
     began = time.monotonic()
     while time.monotonic() - began < pause:
-        waits = any(answers.glob("*.npz")) or '"ready"' not in log.read_text()
-        time.sleep(0.5)
-        if not waits and not any(answers.glob("*.npz")):
+        reported = log.read_text().count('"wrong"')
+        if reported >= windows:
             break
+        time.sleep(0.25)
+    time.sleep(2 * LOOK_SECONDS)  # the worker looks for versions so often
     return time.monotonic() - began
 
 
-def run(given: argparse.Namespace) -> dict[str, Any]:
-    """One run."""
+def run(given: argparse.Namespace, save: Callable[[dict[str, Any]], None]) -> None:
+    """One run, saved after each window."""
     from vllm import LLM, SamplingParams
 
     method: dict[str, Any] = {
@@ -81,15 +99,20 @@ def run(given: argparse.Namespace) -> dict[str, Any]:
     prompts = stream(given.data, given.prompts)
     windows: list[dict[str, Any]] = []
     before = dict.fromkeys(COUNTED, 0)
+    if given.mode == "on":
+        while '"ready"' not in (own / "trainer.log").read_text():
+            time.sleep(0.5)
+        if given.usual_priority:
+            as_everybody(llm.collective_rpc(trainer_of)[0])
     asked_at = time.monotonic()
     for start in range(0, len(prompts), given.at_once):
         part = prompts[start : start + given.at_once]
         began = time.monotonic()
         llm.chat([[{"role": "user", "content": text}] for _, text in part], params, use_tqdm=False)
         seconds = time.monotonic() - began
-        paused = rest(own / "answers", own / "trainer.log", given.pause) if given.mode == "on" else 0.0
+        paused = rest(own / "trainer.log", len(windows), given.pause) if given.mode == "on" else 0.0
         (totals,) = llm.collective_rpc("vllm_ext_counters")
-        (version,) = llm.collective_rpc(version_of)
+        ((version, copying),) = llm.collective_rpc(version_of)
         windows.append(
             {
                 "kind": part[0][0],
@@ -97,24 +120,26 @@ def run(given: argparse.Namespace) -> dict[str, Any]:
                 "seconds": round(seconds, 2),
                 "paused": round(paused, 2),
                 "version": version,
+                "copying": round(copying, 4),
                 **{name: totals[name] - before[name] for name in COUNTED},
             }
         )
         print(json.dumps(windows[-1]), flush=True)
         before = totals
-    found = {
-        "mode": given.mode,
-        "method": {key: value for key, value in method.items() if key not in ("model", "export_dir")},
-        "max_tokens": given.max_tokens,
-        "seconds": round(time.monotonic() - asked_at, 1),
-        "windows": windows,
-    }
-    if given.mode == "on":
-        found["method"]["online"].pop("dir")
-        lines = (own / "trainer.log").read_text().splitlines()
-        found["trainer"] = [json.loads(line) for line in lines if line.startswith("{")]
+        found = {
+            "mode": given.mode,
+            "method": {key: value for key, value in method.items() if key not in ("model", "export_dir")},
+            "max_tokens": given.max_tokens,
+            "usual_priority": given.usual_priority,
+            "seconds": round(time.monotonic() - asked_at, 1),
+            "windows": windows,
+        }
+        if given.mode == "on":
+            found["method"]["online"] = {k: v for k, v in method["online"].items() if k != "dir"}
+            lines = (own / "trainer.log").read_text().splitlines()
+            found["trainer"] = [json.loads(line) for line in lines if line.startswith("{")]
+        save(found)
     llm.llm_engine.engine_core.shutdown()
-    return found
 
 
 def main() -> None:
@@ -135,15 +160,19 @@ def main() -> None:
     parser.add_argument(
         "--pause", type=float, default=30.0, help="most seconds between windows, with --mode on"
     )
+    parser.add_argument("--usual-priority", action="store_true", help="of the trainer, instead of the lowest")
     parser.add_argument("--online", default="{}", help="options of online, as JSON")
     parser.add_argument("--keep", type=Path, help="with --mode off: folder for export_dir")
     given = parser.parse_args()
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
     os.environ["VLLM_LOGGING_LEVEL"] = "WARNING"
-    found = run(given)
     runs = json.loads(given.json.read_text()) if given.json.exists() else []
-    given.json.write_text(json.dumps([*runs, found], indent=1))
+
+    def save(found: dict[str, Any]) -> None:
+        given.json.write_text(json.dumps([*runs, found], indent=1))
+
+    run(given, save)
 
 
 if __name__ == "__main__":

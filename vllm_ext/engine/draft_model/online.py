@@ -17,6 +17,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections import deque
 from pathlib import Path
 from typing import Any
@@ -88,6 +89,7 @@ class Online:
 
     def __init__(self, folder: Path, options: OnlineOptions, checkpoint: Path, weights: DraftWeights) -> None:
         self.version = 0  # that the draft has; 0: its checkpoint's
+        self.copy_seconds = 0.0  # that steps have waited for it, of all versions
         self._weights, self._draft = weights, model_files.fingerprint(checkpoint)
         self._versions = folder / VERSIONS
         for part in (ANSWERS, VERSIONS):
@@ -121,9 +123,16 @@ class Online:
         """Between two rounds: take over the newest version; whether there was one."""
         if not self._ready:
             return False
+        began = time.perf_counter()
         self.version, prepared = self._ready.pop()
         apply(prepared)
-        logger.info("vllm-ext: the draft has version %d of its weights", self.version)
+        seconds = time.perf_counter() - began
+        self.copy_seconds += seconds
+        logger.info(
+            "vllm-ext: the draft has version %d of its weights; a step waited %.1f ms for it",
+            self.version,
+            1e3 * seconds,
+        )
         return True
 
     def close(self) -> None:

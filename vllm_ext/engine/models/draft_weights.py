@@ -126,6 +126,8 @@ class DraftWeights:
                 raise ValueError(f"{' and '.join(place.names)} have values that are no numbers")
             for old, new in zip(place.into, place.packed_by(value), strict=True):
                 prepared.append((old, new.to(old.device)))
+        for device in {old.device for old, _ in prepared if old.device.type != "cpu"}:
+            torch.accelerator.current_stream(device).synchronize()  # `apply` may run on another stream
         return prepared
 
 

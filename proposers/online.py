@@ -11,6 +11,8 @@ constant learning rate of 1e-4). Code: `vllm_ext.training.online`, `vllm_ext.eng
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import BaseModel, ConfigDict, Field
 
 from vllm_ext.kernels.user_paths import UserPath
@@ -27,6 +29,11 @@ class OnlineOptions(BaseModel):
     )
     update_interval: int = Field(
         default=8, ge=1, le=1024, description="answers that are handed to the trainer at once"
+    )
+    positions: Literal["wrong", "all"] = Field(
+        default="wrong",
+        description="wrong: it learns where its likeliest token was not the one that was put out, as the paper has it; "
+        "all: everywhere, which also keeps right what is",
     )
     learning_rate: float = Field(default=1e-4, gt=0.0, le=0.1, description="constant, of AdamW")
     batch_tokens: int = Field(

@@ -7,7 +7,8 @@ A process of its own (``python -m vllm_ext.training.online``) of the lowest prio
 Source: "Online Speculative Decoding", arXiv 2310.07177, algorithm 1: at the places where the draft was wrong, and there
 alone, the cross-entropy between the target's distribution and the draft's; a constant learning rate of 1e-4; the buffer
 is cleared. Deviations: what is wrong is judged by the weights as they are in training, so that it is known where
-nothing was drafted too; several steps a buffer; the target's likeliest tokens and the rest as one; a sampled softmax.
+nothing was drafted too; at all places, if it is told so; several steps a buffer; the target's likeliest tokens and the
+rest as one; a sampled softmax.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ class Report:
 
     tokens: int = 0
     wrong: int = 0
-    loss: float = 0.0  # sum over the wrong ones
+    loss: float = 0.0  # mean of the steps' losses times their tokens
     steps: int = 0
 
 
@@ -71,11 +72,14 @@ class Learner:
         model: transformers' causal language model, in float32; its embeddings and its head stay as they are.
         learning_rate: constant.
         recipe: of the batches.
+        everywhere: whether it learns where it was right, too.
         seed: of the tokens that stand for those that are not among the target's likeliest.
     """
 
-    def __init__(self, model: Any, learning_rate: float, recipe: Recipe, seed: int = 0) -> None:
-        self.model, self._recipe = model, recipe
+    def __init__(
+        self, model: Any, learning_rate: float, recipe: Recipe, everywhere: bool = False, seed: int = 0
+    ) -> None:
+        self.model, self._recipe, self._everywhere = model, recipe, everywhere
         for frozen in (model.get_input_embeddings(), model.get_output_embeddings()):
             frozen.weight.requires_grad_(False)
         self.device = str(next(model.parameters()).device)
@@ -101,15 +105,15 @@ class Learner:
         for number in range(passes):
             for part in batches.parts:
                 tokens, wrong, loss = self._step(batches, [given[i] for i in part])
-                report.steps += wrong > 0
+                report.steps += loss > 0.0
                 if number == 0:
                     report.tokens += tokens
                     report.wrong += wrong
-                    report.loss += loss * wrong
+                    report.loss += loss * tokens
         return report
 
     def _step(self, batches: Batches, part: list[Answer]) -> tuple[int, int, float]:
-        """One step; how many tokens there were, at how many the draft was wrong, and its mean loss there."""
+        """One step; how many tokens there were, at how many the draft was wrong, and the mean loss it learnt from."""
         ids, mask, top_ids, top_logp = batches.tensors(part)
         kept = mask.sum(1).tolist()
         emitted = torch.cat(
@@ -121,10 +125,11 @@ class Learner:
             head = self.model.get_output_embeddings().weight
             with torch.no_grad():
                 wrong = wrong_positions(hidden @ head.T, emitted)
-            if not wrong.any():
+            learnt = torch.ones_like(wrong) if self._everywhere else wrong
+            if not learnt.any():
                 return len(wrong), 0, 0.0
-            logits, places = candidates(head, hidden[wrong], top_ids[wrong], self._noise)
-        loss = loss_of(logits, places, top_logp[wrong])
+            logits, places = candidates(head, hidden[learnt], top_ids[learnt], self._noise)
+        loss = loss_of(logits, places, top_logp[learnt])
         self._optimizer.zero_grad(set_to_none=True)
         loss.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(list(self.learning.values()), 1.0)
@@ -159,7 +164,8 @@ class Trainer:
         self._options = options
         self._draft = model_files.fingerprint(draft)
         recipe = Recipe(batch_tokens=options["batch_tokens"], max_length=max_length)
-        self.learner = Learner(load_model(draft, options["device"]), options["learning_rate"], recipe)
+        model = load_model(draft, options["device"])
+        self.learner = Learner(model, options["learning_rate"], recipe, options["positions"] == "all")
         self._dtype = _dtype_of(draft)
         self._go_on()
         self._unpublished = 0  # steps

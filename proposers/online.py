@@ -40,7 +40,7 @@ class OnlineOptions(BaseModel):
         default=256, ge=1, le=65536, description="tokens of answers in a step of training, about"
     )
     passes: int = Field(
-        default=2, ge=1, le=64, description="times that each answer is learnt from before it is deleted"
+        default=3, ge=1, le=64, description="times that each answer is learnt from before it is deleted"
     )
     buffer_mb: float = Field(
         default=16.0, ge=1.0, le=65536.0, description="most of the answers that wait, the newest ones"

@@ -198,6 +198,15 @@ def test_draft_models_have_their_slots_on_v2(model_dir: str, with_triton: None) 
     )
 
 
+def test_a_draft_that_learns_online_goes_to_v1(slice_dir: str, with_triton: None) -> None:
+    method = {"method": "dyspec", "model": "m", "online": {"dir": "d"}}
+    choice = runners.choose(EngineArgs(slice_dir), parse(method), None, encoded_kv=False)
+    assert (choice.runner, choice.reason) == (
+        "V1",
+        "online is set: drafts on the device do not see answers",
+    )
+
+
 def local_class(base: type[Any]) -> type[Any]:
     """One that no other process finds by its name."""
 

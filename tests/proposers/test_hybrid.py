@@ -152,6 +152,10 @@ def test_options_make_the_drafters() -> None:
             r"dyspec\.export_dir needs dyspec alone",
         ),
         (
+            [{"method": "dyspec", "model": "m", "online": {"dir": "d"}}],
+            r"dyspec\.online needs dyspec alone",
+        ),
+        (
             [{"method": "dyspec", "model": "m"}, {"method": "eagle_tree", "model": "m"}],
             "dyspec and eagle_tree both draft with passes",
         ),

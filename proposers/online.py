@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Options of live distillation: a draft model goes on learning from what is asked, while the server runs.
 
-Answers that have ended are kept in a folder. A process of its own follows it, trains the draft where it was wrong, and
+Answers that have ended are kept in a folder. A process of its own follows it, trains the draft, and
 writes versions of its weights, which the worker takes over between steps. Output stays the target's own whatever the
 weights are: only how much is accepted changes.
 
@@ -31,9 +31,9 @@ class OnlineOptions(BaseModel):
         default=8, ge=1, le=1024, description="answers that are handed to the trainer at once"
     )
     positions: Literal["wrong", "all"] = Field(
-        default="wrong",
-        description="wrong: it learns where its likeliest token was not the one that was put out, as the paper has it; "
-        "all: everywhere, which also keeps right what is",
+        default="all",
+        description="where it learns: all, or, as in the paper, wrong: where its likeliest token was not the one that "
+        "was put out, by which it unlearns others",
     )
     learning_rate: float = Field(default=1e-4, gt=0.0, le=0.1, description="constant, of AdamW")
     batch_tokens: int = Field(

@@ -33,7 +33,7 @@ def main() -> None:
     parser.add_argument("--learning-rate", type=float, default=1e-4)
     parser.add_argument("--passes", type=int, default=2)
     parser.add_argument("--batch-tokens", type=int, default=256)
-    parser.add_argument("--positions", choices=("wrong", "all"), default="wrong")
+    parser.add_argument("--positions", choices=("wrong", "all"), default="all")
     given = parser.parse_args()
     recipe = Recipe(batch_tokens=given.batch_tokens, max_length=1024)
     learner = Learner(load_model(given.draft, "cpu"), given.learning_rate, recipe, given.positions == "all")

@@ -33,10 +33,11 @@ from vllm_ext import patches
 from vllm_ext.compat import cpu
 from vllm_ext.engine import step_extras, tree_layers
 from vllm_ext.engine.attention import tree_backend
+from vllm_ext.engine.kv_cache import returned_blocks
 from vllm_ext.engine.kv_cache.encoded_rows import EncodedMetadata
 from vllm_ext.engine.models import cpu_linear
 from vllm_ext.engine.tree_layout import StepTrees, offsets, starts
-from vllm_ext.engine.v1 import calibration, returned_blocks
+from vllm_ext.engine.v1 import calibration
 from vllm_ext.engine.v1.drafter import Drafter
 from vllm_ext.engine.v1.recurrent_step import RecurrentSteps
 from vllm_ext.engine.v1.rejection_sampler import TreeSampler
@@ -79,8 +80,7 @@ class SpeculativeRunner(UndrawnNoise):
         result = super().initialize_kv_cache(*args, **kwargs)  # type: ignore[misc]
         sample_rows_alone(self)
         self.recurrent = RecurrentSteps(self.attn_groups)  # type: ignore[attr-defined]  # vLLM's
-        passes = self.drafter.passes
-        if passes is not None:
+        if (passes := self.drafter.passes) is not None:
             passes.bind(self)
         reason = self.drafter.chain_reason = self._chain_reason()
         if reason is not None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 from vllm.logger import init_logger
 
@@ -34,7 +35,7 @@ class TrieRows:
         self._number = {name: number for number, name in enumerate(rule.tries)}
         self._tries = join(list(rule.tries.values()), device)
         self._slots = SlotTries.of_size(req_states.max_num_reqs, device)
-        self._under: set[int] = set()
+        self._under = np.zeros(req_states.max_num_reqs, bool)
         self._staged: dict[int, tuple[int, int]] = {}  # by slot, number of the set and the end token
 
     @classmethod
@@ -51,13 +52,13 @@ class TrieRows:
 
     def put(self, slot: int, name: str, end: int) -> None:
         """A request has come that is under the set of this name."""
-        self._under.add(slot)
+        self._under[slot] = True
         self._staged[slot] = self._number[name], end
 
     def drop(self, slot: int) -> None:
         """Whoever has the slot now is under none."""
-        if slot in self._under:
-            self._under.remove(slot)
+        if self._under[slot]:
+            self._under[slot] = False
             self._staged[slot] = NO_TRIE, 0
 
     def apply_staged_writes(self) -> None:
@@ -80,7 +81,7 @@ class TrieRows:
             ctx: vLLM's ``LogitsContext``.
             ancestor_bits: of rows of trees, see `mask_trie_rows`.
         """
-        if self._under.isdisjoint(ctx.idx_mapping_np.tolist()):  # numpy
+        if not self._under[ctx.idx_mapping_np].any():
             return
         states = self._states
         text, prompt_len, total_len = (

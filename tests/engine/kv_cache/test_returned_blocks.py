@@ -9,7 +9,7 @@ import torch
 from vllm.v1.worker.block_table import BlockTable
 
 from vllm_ext.engine import step_extras
-from vllm_ext.engine.v1 import returned_blocks
+from vllm_ext.engine.kv_cache import returned_blocks
 
 
 def test_what_lay_behind_is_forgotten_and_new_blocks_follow_what_is_left() -> None:

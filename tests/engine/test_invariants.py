@@ -55,8 +55,8 @@ def unwrap(worker: Any) -> None:
 def layers(runner: Any) -> list[Any]:
     """Caches of the target's layers: a draft model's stand in the same groups."""
     context = runner.compilation_config.static_forward_context
-    drafts = getattr(getattr(runner, "drafter", None), "model_drafts", None)
-    drafting = drafts.passes.own_layers if drafts else ()
+    passes = getattr(getattr(runner, "drafter", None), "passes", None)
+    drafting = passes.own_layers if passes else ()
     names = [name for groups in runner.attn_groups for group in groups for name in group.layer_names]
     return [context[name].kv_cache for name in names if name not in drafting]
 

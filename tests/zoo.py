@@ -209,7 +209,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 # Where no request is preempted: windows give blocks back, states take few, or other layers need more at start-up.
 ROOMY = (
-    *("cohere2", "deepseek_v2", "deepseek_v3", "falcon_h1", "gemma3", "llama4"),
+    *("cohere2", "deepseek_v2", "deepseek_v3", "falcon_h1", "gemma3", "gpt_oss", "llama4"),
     *("mamba2", "mistral", "nemotron_h", "qwen3_next"),
 )
 

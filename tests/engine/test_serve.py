@@ -113,7 +113,8 @@ def test_method_and_options_are_logged_once(server: servers.Server) -> None:
     log = server.log.read_text()
     line = (
         "speculative method token_recycling (num_speculative_tokens=4, budget='goodput', linear_layers='auto', "
-        "state_dir=None, state_interval_minutes=10.0, matrix_width=8, "
+        "verify='exact', verify_threshold=0.09, verify_alpha=None, state_dir=None, state_interval_minutes=10.0, "
+        "matrix_width=8, "
     )
     assert log.count(line) == 1
     ready = [line for line in log.splitlines() if "vllm-ext is ready: " in line]

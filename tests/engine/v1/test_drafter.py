@@ -240,6 +240,7 @@ def test_rows_of_a_mixed_batch(drafter: Drafter, recorder: Recorder) -> None:
         "spec_draft_tokens": 2,
         "spec_accepted_tokens": 1,
         "spec_emitted_tokens": 3,
+        "spec_typical_tokens": 0,
         "spec_steps": 2,
         "state_loads": 0,
         "state_set_aside": 0,

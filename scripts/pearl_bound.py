@@ -17,7 +17,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ os.environ.setdefault("VLLM_PLUGINS", "vllm_ext")
 MOST = 8  # drafts of a step
 CONTEXT = 300  # tokens
 MAX_TOKENS = 128
+FOUND = "found: "
 
 
 def costs(worker: Any) -> dict[str, list[float]]:
@@ -50,7 +51,7 @@ def run_engine(target: str, draft: str, chats: list[Any]) -> None:
     params = SamplingParams(max_tokens=MAX_TOKENS, temperature=0)
     answers = [llm.chat([chat], params, use_tqdm=False)[0] for chat in chats]
     pairs = [[each.prompt_token_ids, list(each.outputs[0].token_ids)] for each in answers]
-    print(json.dumps([llm.collective_rpc(costs)[0], pairs]))
+    print(FOUND + json.dumps([llm.collective_rpc(costs)[0], pairs]), flush=True)
 
 
 def on_cores(cores: str, count: int, *given: Any) -> tuple[dict[str, list[float]], list[Any]]:
@@ -58,7 +59,8 @@ def on_cores(cores: str, count: int, *given: Any) -> tuple[dict[str, list[float]
     environment = {**os.environ, "VLLM_CPU_OMP_THREADS_BIND": cores, "OMP_NUM_THREADS": str(count)}
     run = ["taskset", "-c", cores, sys.executable, __file__, "--engine", json.dumps(given)]
     out = subprocess.run(run, env=environment, stdout=subprocess.PIPE, text=True, check=True).stdout
-    seconds, pairs = json.loads(out.splitlines()[-1])
+    (found,) = (line for line in out.splitlines() if line.startswith(FOUND))  # others are logged
+    seconds, pairs = json.loads(found.removeprefix(FOUND))
     for model, by_rows in seconds.items():
         print(f"{model} on {count}:", *(f"{1e3 * value:.1f}" for value in by_rows), "ms by rows")
     return seconds, pairs
@@ -138,26 +140,50 @@ def main() -> None:
     two, pairs = on_cores("0-1", 2, *given)
     one, _ = on_cores("0", 1, *given[:2], given[2][::4])
     right = agreement(options.draft, pairs)
-    num_tokens = sum(map(len, right))
-    plain = num_tokens * two["target"][0]
-    rows: list[dict[str, float]] = []
+    shares = [round(0.1 * tenths, 1) for tenths in range(4, 10)]
+    found: dict[str, Any] = {
+        "tokens": sum(map(len, right)),
+        "draft_is_right": sum(map(sum, right)) / sum(map(len, right)),
+        "seconds_on_2_cores": two,
+        "seconds_on_1_core": one,
+        "times_plain": times_plain(right, two, one),
+        "times_plain_by_share": {share: times_plain(by_chance(share), two, one) for share in shares},
+    }
+    for row in found["times_plain"]:
+        print("{drafts} drafts: a chain {chain:.2f}x, PEARL at most {pearl:.2f}x of plain".format(**row))
+    for share, rows in found["times_plain_by_share"].items():
+        chains, pearls = (max(row[kind] for row in rows) for kind in ("chain", "pearl"))
+        print(f"right in {share} of places, by chance: a chain {chains:.2f}x, PEARL at most {pearls:.2f}x")
+    if options.json:
+        options.json.write_text(json.dumps(found, indent=1) + "\n")
+
+
+def by_chance(share: float) -> list[list[bool]]:
+    """Answers whose tokens the draft has that often, each by itself."""
+    draw = np.random.default_rng(0)
+    return [(draw.random(MAX_TOKENS) < share).tolist() for _ in range(200)]
+
+
+def times_plain(
+    right: Sequence[Sequence[bool]], two: Mapping[str, list[float]], one: Mapping[str, list[float]]
+) -> list[dict[str, float]]:
+    """How much faster than plain decoding on two cores both are, by drafts of a step.
+
+    Args:
+        right: of each answer, as in `pearl`.
+        two: seconds on two cores of ``target`` and ``draft``, by rows.
+        one: likewise on one.
+    """
+    plain = sum(map(len, right)) * two["target"][0]
+    found = []
     for n in range(1, MOST + 1):
         in_turn = n * two["draft"][0] + two["target"][n]
         drafting = n * one["draft"][0]
         at_once = max(drafting, one["target"][0]), max(drafting, one["target"][n - 1])
         chains = plain / sum(chain(each, n, in_turn) for each in right)
         pearls = plain / sum(pearl(each, n, *at_once) for each in right)
-        rows.append({"drafts": n, "chain": chains, "pearl": pearls})
-        print(f"{n} drafts: a chain {chains:.2f}x, PEARL at most {pearls:.2f}x of plain")
-    if options.json:
-        found = {
-            "tokens": num_tokens,
-            "draft_is_right": sum(map(sum, right)) / num_tokens,
-            "seconds_on_2_cores": two,
-            "seconds_on_1_core": one,
-            "times_plain": rows,
-        }
-        options.json.write_text(json.dumps(found, indent=1) + "\n")
+        found.append({"drafts": n, "chain": chains, "pearl": pearls})
+    return found
 
 
 if __name__ == "__main__":

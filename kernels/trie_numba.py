@@ -19,18 +19,19 @@ def compiled(name: str) -> Any:
 
 def advance(trie: Any, states: Any, tokens: Any, result: Any) -> None:
     for row in range(len(states)):
-        result[row] = _behind(trie, states[row], tokens[row])
+        result[row] = behind(trie, states[row], tokens[row])
 
 
 def follow(trie: Any, tokens: Any) -> int:
     state = ROOT
     for token in tokens:
-        state = _behind(trie, state, token)
+        state = behind(trie, state, token)
     return state
 
 
 @numba.njit  # type: ignore[untyped-decorator]
-def _behind(trie: Any, state: int, token: int) -> int:
+def behind(trie: Any, state: int, token: int) -> int:
+    """The number after that of the edge with this token, which is the state behind it; `DEAD`: there is none."""
     if state == DEAD:
         return DEAD
     low, high = trie.first_edge[state], trie.first_edge[state + 1]

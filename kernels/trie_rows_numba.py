@@ -12,6 +12,7 @@ import torch
 
 from vllm_ext.kernels import backends
 from vllm_ext.kernels.trie import DEAD
+from vllm_ext.kernels.trie_numba import behind as behind_edge
 from vllm_ext.kernels.trie_rows import NO_TRIE, DeviceTries, SlotTries
 
 
@@ -54,7 +55,7 @@ def _catch_up(tries: Any, of_slots: Any, slots: Any, text: Any, prompt_len: Any,
         read = of_slots.num_read[slot]
         state = of_slots.state[slot] if read else tries.roots[which]
         for place in range(prompt_len[slot] + read, total_len[slot]):
-            state = _behind(tries, which, state, text[slot, place])
+            state = _behind_of(tries, which, state, text[slot, place])
         of_slots.state[slot] = state
         of_slots.num_read[slot] = total_len[slot] - prompt_len[slot]
 
@@ -69,7 +70,7 @@ def _mask_rows(
             continue
         for other in range(1, offset + 1):
             if (bits[row, other // 32] >> np.int32(other % 32)) & 1:
-                state = _behind(tries, which, state, tokens[row - offset + other])
+                state = _behind_of(tries, which, state, tokens[row - offset + other])
         first = last = 0
         if state != DEAD:
             first, last = tries.first_edge[state], tries.first_edge[state + 1]
@@ -86,17 +87,7 @@ def _mask_rows(
 
 
 @numba.njit  # type: ignore[untyped-decorator]
-def _behind(tries: Any, which: int, state: int, token: int) -> int:
-    if state == DEAD:
-        return DEAD
-    low, last = tries.first_edge[state], tries.first_edge[state + 1]
-    high = last
-    while low < high:
-        middle = (low + high) // 2
-        if tries.tokens[middle] < token:
-            low = middle + 1
-        else:
-            high = middle
-    if low < last and tries.tokens[low] == token:
-        return int(low + 1 + which)
-    return DEAD
+def _behind_of(tries: Any, which: int, state: int, token: int) -> int:
+    """Of one trie among several, whose states have numbers that are `which` larger than its edges'."""
+    behind = behind_edge(tries, state, token)
+    return DEAD if behind == DEAD else int(behind + which)

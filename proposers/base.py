@@ -188,6 +188,8 @@ class Proposer(ABC):
     verified_log_total: ClassVar[bool] = False
     # Whether `hybrid` may have it among its drafters.
     fuses: ClassVar[bool] = True
+    # Options that it cannot have as a hybrid's drafter.
+    only_alone: ClassVar[Sequence[str]] = ()
     draws = True  # whether requests that sample may get drawn trees; not where these are fused with others
 
     @classmethod

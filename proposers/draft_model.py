@@ -129,7 +129,7 @@ class DraftModelProposer(Proposer):
     least_reach = 0.0  # set by the adapter: see `sampled.grow`
     deepest = 32  # set by the adapter: nodes of which the draft knows something
     fuses: ClassVar[bool] = False  # whether it may be one of a hybrid's drafters
-    only_alone: ClassVar[Sequence[str]] = ("export_dir", "online")  # options that it has not there
+    only_alone: ClassVar[Sequence[str]] = ("export_dir", "online")
     in_rounds: ClassVar[bool] = False  # whether it then goes on below what the others say, depth by depth
     blind: Container[str] = frozenset()  # set by the adapter: requests that the draft can say nothing of
 

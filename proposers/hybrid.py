@@ -105,7 +105,7 @@ def make_options(drafter: dict[str, Any] | str) -> tuple[type[Proposer], MethodO
             else "leave it out"
         )
         raise ValueError(f"drafters: {name!r} cannot be fused with others; {instead}")
-    for option in getattr(proposer, "only_alone", ()):
+    for option in proposer.only_alone:
         if options.get(option) is not None:
             raise ValueError(f"drafters: {name}.{option} needs {name} alone; leave it out")
     if not proposer.fuses:

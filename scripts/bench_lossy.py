@@ -129,7 +129,7 @@ def measure(verify: str, asked: list[tuple[str, str]], options: argparse.Namespa
 
 
 def row(now: dict[str, Any]) -> str:
-    """Of the table."""
+    """One line of the printed table: a method and a verification, and what came of them."""
     low, high = now["right_95"]
     shown = [f"{now[name][0]:.3f} ± {now[name][1]:.3f}" for name in ("tokens_a_step", "log_p", "repeated")]
     share = now["right"] / now["answers"]

@@ -99,7 +99,7 @@ class Engine:
         if first is not None and held == self.counts["preempted"] and len(self.scheduler.running) < MOST:
             plain = self._needed(self.scheduler.running)
             late = plain + blocks_of(first.num_tokens, BLOCK) <= self.num_blocks + USABLE
-        # What drafts of the step that runs need is known after it.
+        # Drafts of the step that runs count as accepted until it has ended.
         self._late = self._late + 1 if late else 0
         self.counts["kept waiting"] += self._late > 2 * self.ahead
         self._queue.append(output)

@@ -33,7 +33,7 @@ LEAST = 8  # tokens: shorter answers are not kept
 
 
 def _size(file: Path) -> int:
-    """In bytes; 0 of one that who learns from it has deleted."""
+    """In bytes; 0 where the trainer has deleted it."""
     try:
         return file.stat().st_size
     except FileNotFoundError:

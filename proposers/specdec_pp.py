@@ -11,9 +11,9 @@ place was drawn from what verification is told. A chain cut by its own last toke
 Source: "SpecDec++: Boosting Speculative Decoding via Adaptive Candidate Lengths", arXiv 2405.19715, section 3; bounds
 and threshold as in github.com/Kaffaljidhmah2/SpecDec_pp, of which no code was taken.
 
-Deviation: the paper predicts ``a_j`` by a head that is trained on the draft's hidden states. Here no head is there: in
-its place stands how often tokens were accepted so far to which the draft gave about this probability, counted as
-requests go on (`calibration`). It is known with the token, a pass before the head would say.
+Deviation: the paper predicts ``a_j`` by a head that is trained on the draft's hidden states. Here tokens of about the
+same probability by the draft are counted as requests go on, and how often these were accepted is the prediction
+(`calibration`). It is known with the token, a pass before the head would say.
 """
 
 from __future__ import annotations

@@ -50,10 +50,10 @@ bench: $(INSTALLED)  ## the README's table (half an hour at 51 tokens/s of plain
 venv: $(INSTALLED)
 
 # torch comes as its CPU build (2.13.0+cpu). Where the package index has none, pip stops here: name PyTorch's
-# CPU wheel index in PIP_EXTRA_INDEX_URL and run make again.
+# CPU wheel index in PIP_EXTRA_INDEX_URL and run make again. Python compiles what it imports; pip would compile it all.
 $(INSTALLED): requirements/cpu.txt requirements/dev.txt requirements/vllm-name/pyproject.toml pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --disable-pip-version-check --quiet --no-deps -r requirements/cpu.txt -r requirements/dev.txt
+	$(BIN)/python -m pip install --disable-pip-version-check --quiet --no-deps --no-compile -r requirements/cpu.txt -r requirements/dev.txt
 	$(BIN)/python -m pip install --disable-pip-version-check --quiet --no-deps --no-build-isolation ./requirements/vllm-name --editable .
 	touch $@
 

@@ -15,13 +15,13 @@ Deviations:
 - Retrieved nodes that the draft's likeliest ones hold already do not count against retrieval's budget.
 - All requests have chosen nodes, verified by the target's own draws (`tree_walk`): retrieved ones were not drawn.
 - The fused nodes are put in order by what each set of drafters was worth so far, as in `hybrid`, for budgets to cut.
-- Where reading a request costs more than a token is worth, the draft is not asked, and nothing is pruned.
+- The draft is asked where a pass pays beside what was retrieved, as in `hybrid`; elsewhere nothing is pruned.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, Literal
 
@@ -34,6 +34,7 @@ from vllm_ext.kernels.user_paths import UserPath
 from vllm_ext.proposers.base import Proposer, Request
 from vllm_ext.proposers.draft_model import DraftModelProposer, PassOptions
 from vllm_ext.proposers.hybrid import Hybrid
+from vllm_ext.proposers.joint_tree import unsaid
 from vllm_ext.proposers.tree import DraftTree, Int32
 
 MOST_KNOWN = 32  # of the draft's distributions, tokens
@@ -206,30 +207,38 @@ class Rasd(Hybrid):
 
     def propose(self, requests: Sequence[Request]) -> list[DraftTree]:
         """The draft's trees, and below their roots what was retrieved."""
-        asked = {
-            request.request_id
-            for request in requests
-            if request.has_room and self.least_first.get(request.request_id, 0.0) <= 1.0
-        }
-        self.read(asked)
-        self.draft.least_reach = self.least_reach
-        started = time.perf_counter()
-        drafted = self.draft.propose(
-            [each if each.request_id in asked else replace(each, budget_tokens=0) for each in requests]
-        )
-        self.draft_seconds = time.perf_counter() - started
         # More than there is room for, as some will be pruned.
         wanted = [
             replace(each, budget_tokens=2 * each.budget_tokens, max_depth=min(each.max_depth, self._longest))
             for each in requests
         ]
         found = [drafter.propose(wanted) for drafter in self.retrieval]
+        none = [DraftTree.empty() for _ in requests]
+        drafted = self._drafted(requests, self._others(requests, [none, *found]))
         fused = []
         for request, own, *retrieved in zip(requests, drafted, *found, strict=True):
             tree = self._fuse(request, self._joined(request, own, retrieved))
             self.calibration.drafted(request.request_id, tree)
             fused.append(DraftTree(*tree[:3]))
         return fused
+
+    def _drafted(self, requests: Sequence[Request], others: Mapping[str, DraftTree]) -> list[DraftTree]:
+        """The draft's trees; none where a pass brings less, beside what was retrieved, than it costs."""
+        left = {each.request_id: unsaid(others[each.request_id]) for each in requests if each.has_room}
+        worth = {name: self.gain.given_to(name) * chance for name, chance in left.items()}
+        asked = {name for name, tokens in worth.items() if tokens >= self.least_first.get(name, 0.0)}
+        self.read(asked)
+        most = max([worth[name] for name in asked], default=0.0)
+        self.draft.least_reach = self.least_reach / most if most > 0.0 else self.least_reach
+        started = time.perf_counter()
+        trees = self.draft.propose(
+            [each if each.request_id in asked else replace(each, budget_tokens=0) for each in requests]
+        )
+        self.draft_seconds = time.perf_counter() - started
+        for name in asked & self.draft.first.keys():
+            reach = [left[name] * chance for chance in (1.0, *self.draft.reached[name])]
+            self.gain.drafted(name, others[name], reach)
+        return trees
 
     def _joined(
         self, request: Request, own: DraftTree, retrieved: Sequence[DraftTree]

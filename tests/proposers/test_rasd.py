@@ -160,6 +160,32 @@ def test_requests_that_the_draft_is_not_asked_about() -> None:
     assert not made.draft.first
 
 
+def test_it_is_asked_where_passes_pay_beside_what_was_retrieved() -> None:
+    """Retrieval that is right leaves passes nothing to bring; where it is wrong, or says nothing, they do."""
+    least = {"r": 0.3}
+
+    def asked(retrieved: DraftTree, emitted: list[int], steps: int) -> bool:
+        made = fused(retrieved)
+        made.least_first = least
+        for _ in range(steps):
+            made.propose([request("r")])
+            made.observe(verified(emitted))
+        made.propose([request("r")])
+        return "r" in made.draft.first
+
+    chain = tree([1, 2], [-1, 0], [0.9, 0.8])
+    assert not asked(chain, [1, 2, 3], 30)
+    assert asked(DraftTree.empty(), [1, 2, 3], 0)
+    assert asked(chain, [4, 5, 6], 30)
+    # Behind the first a pass is worth as much less as the text goes on as retrieval says.
+    made = fused(tree([1], [-1], [0.5]))
+    made.least_reach = 0.1
+    made.propose([request("r")])
+    others = made._others([request("r")], [[DraftTree.empty()], [tree([1], [-1], [0.5])]])
+    worth = made.gain.given_to("r") * (1.0 - float(others["r"].probabilities[0]))
+    assert made.draft.least_reach == pytest.approx(0.1 / worth)
+
+
 def test_what_is_retrieved_is_not_longer_than_asked() -> None:
     class Asked(Scripted):
         depths: list[int]

@@ -250,7 +250,10 @@ def test_batches_have_every_answer_once(texts: EagleTexts) -> None:
     assert list(batches_of(texts, 50, 0)) != list(batches_of(texts, 50, 1))
 
 
-@pytest.mark.parametrize("kind", [Head, FspadHead, FalconHead, ChimeraHead])
+@pytest.mark.parametrize(
+    "kind",
+    [Head, *(pytest.param(kind, marks=pytest.mark.slow) for kind in (FspadHead, FalconHead, ChimeraHead))],
+)
 def test_it_learns_and_goes_on(model: Any, texts: EagleTexts, tmp_path: Path, kind: type[Head]) -> None:
     torch.manual_seed(0)
     head = begun(model, SHAPE, texts.frequent, torch.float32, kind)

@@ -25,7 +25,7 @@ def clover(model: str, nodes: int = 12) -> dict[str, Any]:
     ("by", "method", "late"),
     [
         ("token", "clover_tree", 0),
-        ("hidden", "clover_tree", 0),
+        pytest.param("hidden", "clover_tree", 0, marks=pytest.mark.slow),
         pytest.param("token", "hybrid", 0, marks=pytest.mark.slow),
         pytest.param("token", "clover_tree", 1, marks=pytest.mark.slow),
     ],

@@ -23,7 +23,11 @@ def medusa(model: str, nodes: int = 12, budget: str = "fixed") -> dict[str, Any]
 
 @pytest.mark.parametrize(
     ("method", "late"),
-    [("medusa_tree", 0), pytest.param("hybrid", 0), pytest.param("medusa_tree", 1, marks=pytest.mark.slow)],
+    [
+        ("medusa_tree", 0),
+        pytest.param("hybrid", 0, marks=pytest.mark.slow),
+        pytest.param("medusa_tree", 1, marks=pytest.mark.slow),
+    ],
 )
 def test_heads_that_know_everything(cycle: tuple[str, Any], tmp_path: Path, method: str, late: int) -> None:
     """All that they draft is accepted, fused or alone; a row, a depth or a token beside it, and nothing is."""

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from vllm_ext.bench.settings import parse_batch_sizes, parse_methods, short_labels
+from vllm_ext.bench.settings import own_state, parse_batch_sizes, parse_methods, short_labels
 
 
 def test_plain_is_added_first_and_has_no_config() -> None:
@@ -95,3 +95,22 @@ def test_short_labels_are_names_and_never_cut() -> None:
         "rest(drafters=none, x=2)",
     ]
     assert list(short_labels(labels).values()) == ["plain", "hybrid", "ngram(a=1)", "rest 1", "rest 2"]
+
+
+def test_a_state_takes_in_nothing_of_a_bench(tmp_path: Path) -> None:
+    folder = tmp_path / "state"
+    folder.mkdir()
+    (folder / "learnt").write_text("before")
+    (method,) = parse_methods(f"hybrid(state_dir={folder})")[1:]
+    with own_state(method) as own:
+        (copied,) = Path(own.options["state_dir"]).iterdir()
+        assert copied.read_text() == "before"
+        copied.write_text("after")
+        assert (own.name, own.label) == (method.name, method.label)
+    assert not copied.parent.exists()
+    assert (folder / "learnt").read_text() == "before"
+    (cold,) = parse_methods(f"hybrid(state_dir={tmp_path / 'none'})")[1:]
+    with own_state(cold) as own:
+        assert not list(Path(own.options["state_dir"]).iterdir())
+    with own_state(parse_methods("plain")[0]) as plain:
+        assert plain.speculative_config is None

@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
 from pydantic import ValidationError
 
-from vllm_ext.bench.settings import Method, Settings
+from vllm_ext.bench.settings import Method, Settings, own_state
 from vllm_ext.bench.stats import Answer, Round
 
 # Repetition on purpose: it makes lookup methods draft, so that verification is warm too.
@@ -50,19 +51,22 @@ class Engine:
         self._drafts = _DraftCounter()
         self._num_requests = 0
         self._top_logprobs: dict[tuple[int, ...], dict[int, float]] = {}
+        self._own = ExitStack()
         try:
             self._engine = LLMEngine.from_engine_args(
-                engine_args(settings, method, batch_size),
+                engine_args(settings, self._own.enter_context(own_state(method)), batch_size),
                 # vLLM's Prometheus counters are one set per process, shared by all our engines.
                 stat_loggers=[lambda vllm_config, engine_index: self._drafts],
             )
         except Exception as error:
+            self._own.close()
             raise EngineError(f"{method.label}: the engine did not start: {error}") from error
         self.dtype = str(self._engine.vllm_config.model_config.dtype).removeprefix("torch.")
 
     def shutdown(self) -> None:
         """End the engine's processes."""
         self._engine.engine_core.shutdown()
+        self._own.close()
 
     def warm_up(self) -> None:
         """One untimed batch of a prompt that is in no set."""

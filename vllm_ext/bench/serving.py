@@ -20,7 +20,7 @@ from vllm_ext.bench.engine import CPU_KV_CACHE_BYTES, EncodedPrompt, check_engin
 from vllm_ext.bench.load import Load, Target, Turn, drive
 from vllm_ext.bench.local_server import LocalServer, wait_until_ready
 from vllm_ext.bench.serving_stats import LIMITS, summarise
-from vllm_ext.bench.settings import PLAIN, Settings, split_outside_brackets
+from vllm_ext.bench.settings import PLAIN, Settings, own_state, split_outside_brackets
 from vllm_ext.bench.side_by_side import encode_prompts, set_environment
 from vllm_ext.data.prompts import turns_of
 
@@ -247,7 +247,8 @@ def _targets(settings: ServingSettings, stack: ExitStack, begin: Callable[[str],
     servers = []
     for method in base.methods:
         begin(f"starting {method.label}")
-        server = LocalServer(method.label, base.model, serve_arguments(settings), method.speculative_config)
+        config = stack.enter_context(own_state(method)).speculative_config
+        server = LocalServer(method.label, base.model, serve_arguments(settings), config)
         servers.append(stack.enter_context(server))
         # One after the other: starting takes the whole machine.
         for _ in wait_until_ready([server]):

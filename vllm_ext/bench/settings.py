@@ -5,8 +5,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+import shutil
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +32,22 @@ class Method:
     def speculative_config(self) -> dict[str, Any] | None:
         """What vLLM is given; None for plain."""
         return None if self.name == PLAIN else {"method": self.name, **self.options}
+
+
+@contextmanager
+def own_state(method: Method) -> Iterator[Method]:
+    """The method with a copy of its ``state_dir`` that is thrown away.
+
+    A state takes in what its engine answers: in the next batch size, or the next run, it would know the prompts.
+    """
+    given = method.options.get("state_dir")
+    if not given:
+        yield method
+        return
+    with tempfile.TemporaryDirectory(prefix="vllm-ext-state-", ignore_cleanup_errors=True) as folder:
+        if Path(given).expanduser().is_dir():
+            shutil.copytree(Path(given).expanduser(), folder, dirs_exist_ok=True)
+        yield replace(method, options={**method.options, "state_dir": folder})
 
 
 def parse_methods(text: str) -> list[Method]:

@@ -4,9 +4,13 @@
 A tree's nodes stand in descending path probability and every prefix is a tree, so a step in which request
 ``i`` verifies ``n_i`` nodes puts out ``sum_i (1 + P_i1 + ... + P_in_i)`` expected tokens, and takes a time
 that depends on the sum of ``n_i + 1`` alone. For each total the best choice is therefore the largest
-probabilities of the whole batch: merge, sort, add up, divide by the predicted time, take the maximum. No
-search, and nothing to tune by load: where verification is free trees are verified whole, where it does not
-pay nothing is.
+probabilities of the whole batch: merge, sort, add up, take away what the predicted time is worth, take the
+maximum. No search, and nothing to tune by load: where verification is free trees are verified whole, where it
+does not pay nothing is.
+
+A second is worth the tokens that steps put out in it on average, at this load. With the most tokens per second
+of each step by itself, sure texts would get too few nodes and unsure ones too many, and drafts that cost time
+would look cheap where little is known.
 
 What keeps that from being a loss:
 
@@ -21,8 +25,8 @@ What keeps that from being a loss:
   without speculation the way back takes 10 to 100 steps, longest where little is to be gained.
 
 Source: SmartSpec, arXiv 2406.14066 (goodput, the greedy per-request lengths). Deviations: draft trees instead
-of a chain with one acceptance rate; corrections, margin and probes are ours. A node costs the same in every
-request: the time takes the batch's mean context.
+of a chain with one acceptance rate; the worth of time, corrections, margin and probes are ours. A node costs
+the same in every request: the time takes the batch's mean context.
 """
 
 from __future__ import annotations
@@ -44,6 +48,7 @@ IDLE_STEPS = 8
 IDLE_NODE_COST = 0.005
 
 FADE = 0.96  # of evidence, a step
+RATE_FADE = 0.99  # likewise, of what steps put out
 # Over a pause evidence fades to this many predicted tokens, not further: the correction stands meanwhile, one
 # failed probe changes it little and a successful one much.
 SUFFICIENT = 8.0
@@ -110,7 +115,10 @@ class GoodputBudget:
         self._idle_savings = 0.0
         self._mean = 0  # nodes of a request, of the last choice
         self._state: dict[str, float] = {}
-        self.rate = 0.0  # tokens per second that the last choice is expected to put out
+        # Expected tokens and time of all choices, beside those of steps without drafts; faded.
+        self._tokens = self._time = 0.0
+        # Tokens per second that steps at this load put out on average.
+        self.rate = 0.0
 
     def choose(
         self, request_ids: Sequence[str], probabilities: Sequence[Float32], context_tokens: int
@@ -148,13 +156,17 @@ class GoodputBudget:
         query_tokens = np.arange(batch_size, batch_size + len(tokens))
         seconds = self.cost.seconds(query_tokens, batch_size, context_tokens)
         rate = tokens / seconds
-        best = int(rate.argmax())
-        if rate[best] < rate[0] * (1.0 + MARGIN) or self._step <= WARM_UP_STEPS:
+        self.rate = float(rate.max() if self._time == 0.0 else self._tokens / self._time * rate[0])
+        worth = tokens - self.rate * seconds
+        best = int(worth.argmax())
+        if worth[best] < worth[0] + MARGIN * batch_size or self._step <= WARM_UP_STEPS:
             best = 0
         nodes: list[int] = np.bincount(owner[order[:best]], minlength=batch_size).tolist()
         for request, count in zip(requests, nodes, strict=True):
             request.nodes = count
-        self.rate = float(rate[best])
+        if self._step > WARM_UP_STEPS:
+            self._tokens = RATE_FADE * self._tokens + float(tokens[best]) / batch_size
+            self._time = RATE_FADE * self._time + float(seconds[best] / seconds[0])
         self._state = {
             "step_seconds": float(seconds[best]),
             "nodes_per_request": best / batch_size,
@@ -163,8 +175,8 @@ class GoodputBudget:
         }
 
         # What each total loses to the best, in steps. The prediction does not tell small losses from none.
-        loss = np.maximum(seconds / seconds[best] - tokens / tokens[best], MARGIN)
-        probe = int((rate / (1.0 - self.cost.doubt(query_tokens))).argmax())
+        loss = np.maximum((worth[best] - worth) / tokens[best], MARGIN)
+        probe = int((tokens - self.rate * seconds * (1.0 - self.cost.doubt(query_tokens))).argmax())
         if self._step - self._plain >= PLAIN_STEPS:
             probe = 0
         if self._step > WARM_UP_STEPS and probe != best and loss[probe] <= self._cost_savings:

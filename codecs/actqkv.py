@@ -65,6 +65,7 @@ class ActQKV(HalvesCodec):
     Options = ActQKVOptions
     EXAMPLES = ({"budget": 192},)
     ANSWERS_READ_LESS = True
+    WHY_V1 = "chooses blocks by each layer's queries, which attention does on CPUs alone, on vLLM's V1 runner"
     RAW_VECTORS = 3
 
     def __init__(self, options: ActQKVOptions, block_size: int, head_size: int) -> None:

@@ -62,6 +62,10 @@ class KVCodec(ABC):
     ANSWERS_READ_LESS: ClassVar[bool] = False
     """Whether tokens behind a prompt read less than those in it: see `choice`. Blocks of answers are then no part of
     another request's prompt."""
+    WHY_V1: ClassVar[str] = (
+        "encodes blocks, and kernels that read them run on CPUs alone, on vLLM's V1 runner"
+    )
+    """Why there is no form for vLLM's V2 runner, and so for GPUs; "": there is one."""
     RAW_VECTORS: ClassVar[int] = 2
     """Of a token as it is: its key, its value, and maybe the mean of the queries that go with its key."""
     EXAMPLES: ClassVar[tuple[dict[str, Any], ...]] = ({},)

@@ -58,6 +58,9 @@ class Chelsea(HalvesCodec):
     Options = ChelseaOptions
     EXAMPLES = ({"window": 128, "ratio": 2},)
     CACHES_PREFIXES = False
+    WHY_V1 = (
+        "merges blocks, and adds weights to scores, which attention does on CPUs alone, on vLLM's V1 runner"
+    )
 
     @property
     def bytes_per_token(self) -> int:

@@ -80,6 +80,9 @@ class SelectingCodec(HalvesCodec):
 
     ANSWERS_READ_LESS = True
     KERNELS = "streaming_llm"
+    WHY_V1 = (
+        "chooses time and again by what tokens attend to, which is told on CPUs alone, on vLLM's V1 runner"
+    )
 
     def __init__(self, options: SelectionOptions, block_size: int, head_size: int) -> None:
         super().__init__(options, block_size, head_size)

@@ -28,3 +28,4 @@ class StreamingLLM(HalvesCodec):
     paper = "arXiv 2309.17453"
     Options = StreamingLLMOptions
     EXAMPLES = ({"window": 128},)
+    WHY_V1 = ""  # all that is kept is kept as it is: vLLM's own blocks, of which some are read

@@ -26,8 +26,10 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from vllm_ext.kernels import (
+    block_mass_triton,
     device_trees_triton,
     drawn_rows_triton,
+    kept_blocks_triton,
     path_move_triton,
     path_penalties_triton,
     recurrent_trees_triton,
@@ -123,6 +125,7 @@ def _sizes(kernel: Any, last: str) -> dict[str, str]:
     return {name: "i32" for name in behind if name.islower()}
 
 
+NO_LISTS = dict.fromkeys(("slots", "listed", "list_heads", "list_skips", "list_firsts"))
 STEP: list[tuple[Any, str, dict[str, Any], dict[str, str]]] = [
     (recycling_triton._mark, "trees", {"TREES": True, "LONGEST": 4, "ROWS": 16}, {"number": "i64"}),
     (recycling_triton._mark, "chains", {"TREES": False, "LONGEST": 4, "ROWS": 1}, {"number": "i64"}),
@@ -137,6 +140,31 @@ STEP: list[tuple[Any, str, dict[str, Any], dict[str, str]]] = [
     (recycling_grow_triton._grow, "by estimates", GROWN, {"tokens": "*i64"}),
     (device_trees_triton._walk, "", {"ROWS": 16, "invalid": None}, {}),
     (device_trees_triton._lay_out, "", TREE, {}),
+    *(
+        (
+            kept_blocks_triton._keep,
+            form,
+            {"COLUMNS": 64, **constants},
+            _sizes(kept_blocks_triton._keep, "kept_lens"),
+        )
+        for form, constants in (
+            ("prompts", NO_LISTS),
+            ("decoding", {"request": None, "behind": None} | NO_LISTS),
+            ("decoding, lists", {"request": None, "behind": None}),
+        )
+    ),
+    *(
+        (
+            kernel,
+            "",
+            {"TOKENS": block_mass_triton.TOKENS, "HEAD": 128},
+            {"query": "*bf16", "keys": "*bf16", "lse": "*fp32", "mass": "*fp32"}
+            | _sizes(kernel, last)
+            | {"scale": "fp32"},
+        )
+        for kernel, last in ((block_mass_triton._sum, "lse"), (block_mass_triton._add, "mass"))
+    ),
+    (kept_blocks_triton._end, "", {"ROWS": 16}, _sizes(kept_blocks_triton._end, "positions")),
     (path_move_triton._move, "", {"ELEMENT": tl.int16, "HEADS": 8, "WIDTH": 256}, {}),
     (
         top_k_triton._block_top_k,
@@ -180,8 +208,11 @@ STEP: list[tuple[Any, str, dict[str, Any], dict[str, str]]] = [
 
 
 WIDE = {
+    block_mass_triton._sum,
+    block_mass_triton._add,
     recycling_triton._learn,
     recycling_triton._prompts,
+    kept_blocks_triton._keep,
     path_move_triton._move,
     top_k_triton._block_top_k,
     path_penalties_triton._penalise,

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from vllm_ext.codecs.registry import CODECS
+from vllm_ext.codecs.registry import CODECS, load_codec
 from vllm_ext.config.rules import needs_v1
 from vllm_ext.proposers.registry import METHODS, load_method
 from vllm_ext.samplers.registry import RULES
@@ -36,6 +36,12 @@ and `scripts/matrix_v2.sh` (V2, two layers of it, in Triton's interpreter). They
 penalties, log-probabilities, min-p, biases, bad words, allowed tokens, thinking budgets, stop strings, grammars and
 several answers, in mixed batches, with preemption, prefix hits, chunked prompts and aborts. On CUDA nothing of V2 has
 been tested since [the run of 2026-11-26](tuning.md#on-a-gpu): `scripts/gpu` does it.
+"""
+KV_HEAD = """
+## KV methods
+
+On V1 by `scripts/kv_matrix.sh`. On V2 a method needs a form that leaves blocks as vLLM keeps them; the others are
+refused there, and so on GPUs.
 """
 # What else there is, where it was tested on each runner, and why not.
 OPTIONS = (
@@ -114,9 +120,14 @@ def page() -> Iterator[str]:
     yield f"| rules {', '.join(f'`{name}`' for name in ruled)} | `test_sampling_rules.py` | `test_v2_rules.py` |"
     why = "no: they report, learn, look ahead or steer"
     yield f"| rules {others} | `test_sampling_rules.py`, `test_steering.py` | {why} |"
-    codecs = ", ".join(f"`{name}`" for name in CODECS)
-    why = "no: they have CPU kernels alone"
-    yield f"| KV methods {codecs} | `test_kv_cache_engine.py` (`scripts/kv_matrix.sh`) | {why} |"
+    yield KV_HEAD
+    yield "| KV method | V1, CPU | V1, CUDA | V2, interpreter | V2, CUDA |"
+    yield "| --- | --- | --- | --- | --- |"
+    for name in CODECS:
+        why = load_codec(name).WHY_V1
+        there = (f"no: it {why}", "no") if why else ("`test_v2_kv.py`", "allowed, not run yet")
+        on_v1 = "no: there it runs on V2" if not why else "no"
+        yield f"| `{name}` | `test_kv_cache_engine.py` | {on_v1} | {' | '.join(there)} |"
 
 
 if __name__ == "__main__":

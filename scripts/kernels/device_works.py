@@ -23,6 +23,7 @@ from vllm_ext.kernels.ancestor_bits_ref import ancestor_bits_ref
 from vllm_ext.kernels.attend_nodes import attend_nodes
 from vllm_ext.kernels.attend_nodes_ref import attend_context_ref, attend_nodes_ref
 from vllm_ext.kernels.backends import Backend
+from vllm_ext.kernels.block_mass import AskedRows, add_block_mass
 from vllm_ext.kernels.drawn_rows import RECURSIVE, choose_drawn
 from vllm_ext.kernels.top_k import top_k_ids
 from vllm_ext.kernels.tree_attention import TreeRows, tree_attention
@@ -41,6 +42,7 @@ def works(device: str) -> Iterator[Work]:
     yield from _drawn(device, "triton")
     yield from _drawn("cpu", "numba")
     yield from _attention(device)
+    yield from _mass(device)
     if device == "cuda":
         yield from _attention_of_a_model()
 
@@ -104,6 +106,42 @@ def _drawn(device: str, form: Backend) -> Iterator[Work]:
         call = functools.partial(choose_drawn, logits, *batch[1:], form)
         size = f"{requests} x 3 nodes, {VOCAB} tokens"
         yield Work("drawn_rows", form, size, lambda: 0.0, 0.0, call, requests * VOCAB * 4)
+
+
+def _mass(device: str) -> Iterator[Work]:
+    """The last rows of a prompt, asked what they attend to."""
+    on_gpu = device == "cuda"
+    heads, kv_heads, size, blocks = (HEADS, KV_HEADS, HEAD_SIZE, 128) if on_gpu else (4, 2, 16, 3)
+    generator = torch.Generator(device).manual_seed(1)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, device=device)
+
+    number, block_size, dtype = (32, 64, torch.bfloat16) if on_gpu else (3, 16, torch.float32)
+    keys, query = draw(blocks, kv_heads, block_size, size).to(dtype), draw(number, heads, size).to(dtype)
+    place = torch.arange(number, device=device, dtype=torch.int32)
+    table = torch.randperm(blocks, generator=generator, device=device).to(torch.int32)[None]
+    seen = blocks * block_size - number + 1 + place
+
+    def told(form: Backend) -> torch.Tensor:
+        asked = AskedRows(table, place * 0, place, seen, torch.zeros(number, blocks, device=device))
+        add_block_mass(query, keys, asked, size**-0.5, form)
+        return asked.mass
+
+    def error() -> float:
+        return distance(told("triton"), told("torch"))
+
+    call = functools.partial(told, "triton") if on_gpu else None
+    num_bytes = keys.numel() * keys.element_size()
+    yield Work(
+        "block_mass",
+        "triton",
+        f"{number} rows behind {blocks * block_size} tokens",
+        error,
+        1e-5,
+        call,
+        num_bytes,
+    )
 
 
 def _attention(device: str) -> Iterator[Work]:

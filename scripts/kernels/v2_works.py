@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from work import Work
 
 from vllm_ext.kernels.backends import Backend
 from vllm_ext.kernels.device_trees import RowLayout, SlotTrees, Walked, lay_out, walk
+from vllm_ext.kernels.kept_blocks import KeptParts, Window, end_with_block, keep_blocks
 from vllm_ext.kernels.path_move import Caches, move_paths
 from vllm_ext.kernels.recycling import (
     FIRST_CALL,
@@ -35,10 +36,14 @@ def works(device: str) -> Iterator[Work]:
     for where, form in forms:
         for requests, nodes, width, vocab in ((3, 6, 8, 50), (2, 15, 3, 20)):
             yield from _steps(where, requests, nodes, width, vocab, timed=False, form=form)
+        if form == "triton":
+            yield from _kept(where, requests=5, block_size=16, blocks=12, timed=False)
         yield _moves(where, layers=3, requests=4, columns=5, timed=False, form=form)
     yield from _steps("cpu", 4, 15, 8, 49152, timed=True, form="numba")
     yield _moves("cpu", layers=30, requests=4, columns=16, timed=True, form="numba")
     if device == "cuda":
+        for requests in (1, 32, 256):
+            yield from _kept(device, requests, block_size=64, blocks=128, timed=True)
         for requests, nodes in ((1, 15), (32, 15), (64, 3), (256, 7)):
             yield from _steps(device, requests, nodes, 8, 128256, timed=True)
             yield _moves(device, layers=32, requests=requests, columns=1 + nodes, timed=True)
@@ -234,3 +239,45 @@ def _moves(
     num_bytes = 2 * requests * (columns // 2 - 1) * layers * heads * 2 * head_size * 2
     call = functools.partial(move_paths, Caches(caches), path, first_row, slots, form)
     return Work("path_move", form, size, error, 0.0, call if timed else None, num_bytes)
+
+
+def _kept(device: str, requests: int, block_size: int, blocks: int, timed: bool) -> Iterator[Work]:
+    """Trees of eight rows behind texts of any length, of which a quarter is read."""
+    generator, where = torch.Generator(device).manual_seed(requests), torch.device(device)
+    window, rows = Window(1, blocks // 4, block_size), 8
+
+    def draw(low: int, high: int, *shape: int) -> torch.Tensor:
+        return torch.randint(low, high, shape, generator=generator, device=device, dtype=torch.int32)
+
+    table, ends = draw(0, 1 << 20, requests, blocks), draw(rows, blocks * block_size, requests)
+    start = torch.arange(requests + 1, device=device, dtype=torch.int32) * rows
+    kept = KeptParts.of_size(requests, window.sinks + window.blocks + 2, where)
+    layout = RowLayout.of_size(requests, requests * rows, where)
+    positions = ((ends - rows)[:, None] + torch.arange(rows, device=device)).flatten().to(torch.int64)
+
+    def keep(backend: Backend) -> KeptParts:
+        keep_blocks(table, ends, start, None, None, window, kept, backend=backend)
+        return kept
+
+    def end(backend: Backend) -> RowLayout:
+        for values, laid in (
+            (start, layout.row_start),
+            (start[:-1], layout.first_row),
+            (ends - rows, layout.context),
+        ):
+            laid.copy_(values)
+        for values in layout.num_rows, layout.parents, layout.groups:
+            values.fill_(rows)
+        end_with_block(layout, positions, window, backend)
+        return layout
+
+    def wrong(call: Callable[[Backend], Iterable[torch.Tensor]]) -> float:
+        got = [values.clone() for values in call("triton")]
+        return float(sum(not torch.equal(one, other) for one, other in zip(got, call("torch"), strict=True)))
+
+    size = f"{requests} of {blocks} blocks, {window.blocks} of them read"
+    run, num_bytes = functools.partial(keep, "triton"), 8 * requests * kept.table.shape[1]
+    yield Work("kept_blocks", "triton", size, lambda: wrong(keep), 0.0, run if timed else None, num_bytes)
+    run_end = functools.partial(end_with_block, layout, positions, window, "triton")
+    size = f"{requests} trees of {rows} rows"
+    yield Work("kept_blocks", "triton", size, lambda: wrong(end), 0.0, run_end if timed else None)

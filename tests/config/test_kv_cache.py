@@ -25,7 +25,8 @@ from vllm.v1.request import Request
 
 from vllm_ext.codecs.critic import Critic
 from vllm_ext.config import kv_cache, rules, speculative
-from vllm_ext.engine.kv_cache import encoded_cache
+from vllm_ext.config.runners import RunnerChoice
+from vllm_ext.engine.kv_cache import block_specs
 
 KIVI = {"method": "kivi"}
 BLOCK, TAIL = 64, 4
@@ -113,19 +114,67 @@ def test_options_that_do_not_go_with_it(option: str, value: Any, says: str) -> N
         kv_cache.check_engine_args(engine_args(enable_prefix_caching=True), merging, False, None)
 
 
+V2 = RunnerChoice("V2", "vLLM's default where there is Triton")
+V1 = RunnerChoice("V1", "a reason")
+
+
+@pytest.mark.parametrize("method", ["streaming_llm", "snapkv", "kivi", "chelsea", "critic", "actqkv"])
+def test_gpus_and_the_v2_runner_are_refused_method_by_method(
+    method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import vllm.platforms
+
+    kv = kv_cache.parse({"method": method})
+    kv_cache.check_engine_args(engine_args(), kv, False, None, V1)
+
+    def check(runner: RunnerChoice, **values: Any) -> None:
+        kv_cache.check_engine_args(engine_args(**values), kv, False, None, runner)
+
+    if method not in ("streaming_llm",):
+        why = f"method '{method}' .*Set VLLM_USE_V2_MODEL_RUNNER=0, or use streaming_llm"
+        with pytest.raises(ValueError, match=f"does not work with vLLM's V2 model runner: {why}"):
+            check(V2)
+    else:
+        check(V2)
+        for option, value in (("enable_dbo", True), ("prefill_context_parallel_size", 2)):
+            with pytest.raises(ValueError, match=f"does not work with {option}={value}: must be"):
+                check(V2, **{option: value})
+    gpu = SimpleNamespace(is_cpu=lambda: False, device_type="cuda")
+    monkeypatch.setattr(vllm.platforms, "current_platform", gpu)
+    if method not in ("streaming_llm",):
+        with pytest.raises(ValueError, match=f"the platform 'cuda': method '{method}' .*Use streaming_llm"):
+            check(V2)
+    else:
+        check(V2)
+        with pytest.raises(
+            ValueError, match=r"'cuda' and vLLM's V1 model runner: .*V1 was chosen as a reason"
+        ):
+            check(V1)
+
+
+def test_vllm_may_have_chosen_the_other_runner() -> None:
+    kv = kv_cache.parse(WINDOW)
+    kv_cache.check_vllm_config(vllm_config(kv=WINDOW, on_v2=True), kv, V2)
+    with pytest.raises(ValueError, match=r"was to run on vLLM's V2 model runner .*chosen the other for 'm'"):
+        kv_cache.check_vllm_config(vllm_config(kv=WINDOW), kv, V2)
+
+
 def model_config(**values: Any) -> SimpleNamespace:
     default: dict[str, Any] = {"use_mla": False, "is_encoder_decoder": False, "is_hybrid": False}
     default |= {"runner_type": "generate", "model": "m", "get_head_size": lambda: 64, "dtype": torch.bfloat16}
     return SimpleNamespace(**{**default, **values})
 
 
-def vllm_config(block_size: int = BLOCK, kv: Mapping[str, Any] = KIVI, **model: Any) -> SimpleNamespace:
+def vllm_config(
+    block_size: int = BLOCK, kv: Mapping[str, Any] = KIVI, on_v2: bool = False, **model: Any
+) -> SimpleNamespace:
     return SimpleNamespace(
         model_config=model_config(max_model_len=1000, **model),
         cache_config=SimpleNamespace(block_size=block_size),
         parallel_config=SimpleNamespace(decode_context_parallel_size=1),
         additional_config={"vllm_ext": {"kv": dict(kv)}},
         num_speculative_tokens=0,
+        use_v2_model_runner=on_v2,
         max_in_flight_tokens=256,
     )
 
@@ -155,24 +204,24 @@ def stock_spec(**values: Any) -> Any:
 
 def test_blocks_are_smaller_and_requests_have_some_more() -> None:
     stock, whole = stock_spec(), vllm_config()
-    specs = encoded_cache.encoded_specs(whole, {"one": stock, "two": stock})
-    spec = encoded_cache.EncodedSpec.merge(list(specs.values()))
+    specs = block_specs.codec_specs(whole, {"one": stock, "two": stock})
+    spec = block_specs.CodecSpec.merge(list(specs.values()))
     assert spec == specs["one"]
     assert stock.page_size_bytes / spec.page_size_bytes == 256 / 72
     assert spec.tail_blocks == TAIL
     assert spec.max_num_blocks_per_req(whole, 1000) == 16 + TAIL
     assert spec.max_memory_usage_bytes(whole) == (16 + TAIL) * spec.page_size_bytes
     with pytest.raises(ValueError, match="layer one has FullAttentionSpec"):
-        encoded_cache.encoded_specs(whole, {"one": stock_spec(sliding_window=128)})
-    assert KVCacheSpecRegistry.get_manager_class(spec) is encoded_cache.EncodedManager
-    assert KVCacheSpecRegistry.get_manager_class(stock) is not encoded_cache.EncodedManager
+        block_specs.codec_specs(whole, {"one": stock_spec(sliding_window=128)})
+    assert KVCacheSpecRegistry.get_manager_class(spec) is block_specs.CodecManager
+    assert KVCacheSpecRegistry.get_manager_class(stock) is not block_specs.CodecManager
 
 
 def test_blocks_are_handed_out_and_come_back() -> None:
     """As many blocks are taken as announced; a request has its tail at every length, and nothing is lost."""
-    (spec,) = encoded_cache.encoded_specs(vllm_config(), {"one": stock_spec()}).values()
+    (spec,) = block_specs.codec_specs(vllm_config(), {"one": stock_spec()}).values()
     pool = BlockPool(50, True, BLOCK)
-    manager = encoded_cache.EncodedManager(spec, pool, True, 0, BLOCK)
+    manager = block_specs.CodecManager(spec, pool, True, 0, BLOCK)
     init_none_hash(sha256)
     hasher = get_request_block_hasher(BLOCK, sha256)
     free = pool.get_num_free_blocks()
@@ -198,11 +247,11 @@ WINDOW = {
 
 def test_a_window_bounds_what_a_request_has() -> None:
     whole = vllm_config(kv=WINDOW)
-    (spec,) = encoded_cache.encoded_specs(whole, {"one": stock_spec()}).values()
+    (spec,) = block_specs.codec_specs(whole, {"one": stock_spec()}).values()
     assert (spec.window_blocks, spec.sink_blocks) == (4, 2)
     assert spec.most_blocks == 2 + 4 + 5 + spec.tail_blocks
     assert spec.max_memory_usage_bytes(whole) == spec.most_blocks * spec.page_size_bytes
-    assert encoded_cache.EncodedSpec.merge([spec, spec]) == spec
+    assert block_specs.CodecSpec.merge([spec, spec]) == spec
     whole.model_config.max_model_len = 100
     assert spec.max_memory_usage_bytes(whole) == (2 + spec.tail_blocks) * spec.page_size_bytes
 
@@ -212,7 +261,7 @@ class Requests:
 
     def __init__(self, kv: Mapping[str, Any], seed: int) -> None:
         self.whole = vllm_config(kv=kv)
-        (self.spec,) = encoded_cache.encoded_specs(self.whole, {"one": stock_spec()}).values()
+        (self.spec,) = block_specs.codec_specs(self.whole, {"one": stock_spec()}).values()
         groups = [KVCacheGroupSpec(["one"], self.spec)]
         self.manager = KVCacheManager(
             KVCacheConfig(40, [], groups),
@@ -342,14 +391,14 @@ CRITIC = {"method": "critic", "budget": 5 * BLOCK, "watched": 8}
 
 def test_spans_bound_what_a_request_has() -> None:
     whole = vllm_config(kv=MERGING)
-    (spec,) = encoded_cache.encoded_specs(whole, {"one": stock_spec()}).values()
+    (spec,) = block_specs.codec_specs(whole, {"one": stock_spec()}).values()
     assert (spec.window_blocks, spec.sink_blocks, spec.span_blocks) == (4, 1, 3)
     # Behind 15 blocks: the first, three that were nine, five as they are; and two that are not merged yet.
     assert spec.most_blocks == 1 + 3 + 5 + 2 + 5 + spec.tail_blocks
-    assert encoded_cache.EncodedSpec.merge([spec, spec]) == spec
+    assert block_specs.CodecSpec.merge([spec, spec]) == spec
     longer = vllm_config(kv=MERGING)
     longer.model_config.max_model_len = 64_000
-    (spec,) = encoded_cache.encoded_specs(longer, {"one": stock_spec()}).values()
+    (spec,) = block_specs.codec_specs(longer, {"one": stock_spec()}).values()
     assert spec.max_memory_usage_bytes(longer) < 0.35 * 1000 * spec.page_size_bytes
 
 
@@ -421,9 +470,9 @@ def test_a_block_that_is_forgotten_too_early_is_noticed(
     kv: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of a request that begins again, before its prompt is read."""
-    original = encoded_cache.EncodedManager.evict
+    original = block_specs.CodecManager.evict
     monkeypatch.setattr(
-        encoded_cache.EncodedManager,
+        block_specs.CodecManager,
         "evict",
         lambda self, name, evicted: original(self, name, [(1, blocks) for _, blocks in evicted]),
     )
@@ -438,9 +487,9 @@ def test_a_block_that_is_forgotten_too_early_is_noticed(
 
 
 def test_a_block_that_is_freed_too_early_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = encoded_cache.EncodedManager.remove_skipped_blocks
+    original = block_specs.CodecManager.remove_skipped_blocks
     monkeypatch.setattr(
-        encoded_cache.EncodedManager,
+        block_specs.CodecManager,
         "remove_skipped_blocks",
         lambda self, name, processed, *rest: original(self, name, processed + BLOCK, *rest),
     )

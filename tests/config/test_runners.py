@@ -137,17 +137,17 @@ def test_where_methods_draft_on_v2() -> None:
 
 def test_what_is_pruned_on_the_host_runs_on_v1(slice_dir: str, with_triton: None) -> None:
     made_of = parse({"method": "rasd", "model": "self"})
-    reason = runners.choose(EngineArgs(slice_dir), made_of, None, encoded_kv=False)
+    reason = runners.choose(EngineArgs(slice_dir), made_of, None)
     why = "method 'rasd' prunes what was retrieved on the host, by the draft's first distribution"
     assert (reason.runner, reason.reason) == ("V1", why)
 
 
 def test_what_is_verified_lossily_runs_on_v1(slice_dir: str, with_triton: None) -> None:
     lossy = parse({"method": "token_recycling", "verify": "typical"})
-    reason = runners.choose(EngineArgs(slice_dir), lossy, None, encoded_kv=False)
+    reason = runners.choose(EngineArgs(slice_dir), lossy, None)
     assert (reason.runner, reason.reason) == ("V1", "verify='typical' is lossy")
     exact = parse({"method": "token_recycling", "verify": "exact", "verify_threshold": 0.2})
-    assert runners.choose(EngineArgs(slice_dir), exact, None, encoded_kv=False).runner == "V2"
+    assert runners.choose(EngineArgs(slice_dir), exact, None).runner == "V2"
 
 
 def test_where_heads_draft(slice_dir: str, with_triton: None, tmp_path: Path) -> None:
@@ -159,7 +159,7 @@ def test_where_heads_draft(slice_dir: str, with_triton: None, tmp_path: Path) ->
     fspad = tiny_eagle.random(tmp_path / "fspad", target, architecture=tiny_eagle.FSPAD)
     assert made(slice_dir, {**eagle, "model": fspad}).use_v2_model_runner
     falcon = tiny_eagle.random(tmp_path / "falcon", target, architecture=tiny_eagle.FALCON)
-    reason = runners.choose(EngineArgs(slice_dir), parse({**eagle, "model": falcon}), None, encoded_kv=False)
+    reason = runners.choose(EngineArgs(slice_dir), parse({**eagle, "model": falcon}), None)
     assert (reason.runner, reason.reason) == ("V1", "its head says two tokens a pass (Falcon)")
     # In a hybrid they go on below what is on the device.
     fused = made(slice_dir, {"method": "hybrid", "drafters": ["token_recycling", eagle, "suffix_tree"]})
@@ -168,7 +168,7 @@ def test_where_heads_draft(slice_dir: str, with_triton: None, tmp_path: Path) ->
 
     def chosen(*drafters: Any) -> runners.RunnerChoice:
         config = parse({"method": "hybrid", "drafters": list(drafters)})
-        return runners.choose(EngineArgs(slice_dir), config, None, encoded_kv=False)
+        return runners.choose(EngineArgs(slice_dir), config, None)
 
     assert chosen("token_recycling", "suffix_tree", {**eagle, "model": falcon}).reason == reason.reason
     for others in (
@@ -200,7 +200,7 @@ def test_draft_models_have_their_slots_on_v2(model_dir: str, with_triton: None) 
 
 def test_a_draft_that_learns_online_goes_to_v1(slice_dir: str, with_triton: None) -> None:
     method = {"method": "dyspec", "model": "m", "online": {"dir": "d"}}
-    choice = runners.choose(EngineArgs(slice_dir), parse(method), None, encoded_kv=False)
+    choice = runners.choose(EngineArgs(slice_dir), parse(method), None)
     assert (choice.runner, choice.reason) == (
         "V1",
         "online is set: drafts on the device do not see answers",

@@ -315,6 +315,10 @@ FILES = (
         ROOT / "kernels" / name
         for name in ("path_move.py", "path_move_triton.py", "path_penalties.py", "path_penalties_triton.py")
     ),
+    *(
+        ROOT / "kernels" / name
+        for name in ("kept_blocks.py", "kept_blocks_triton.py", "block_mass.py", "block_mass_triton.py")
+    ),
     *(ROOT / "kernels" / f"recycling{part}.py" for part in ("", "_triton", "_grow_triton", "_places_triton")),
 )
 # Of the host's own arrays, of constants, or not in a step; by the function they are in.
@@ -340,6 +344,9 @@ KNOWN = {
     "LearningSampler.__call__",  # numpy: prefill_len_np
     "ReadingPasses.read",  # numpy: lengths
     "ReadingPasses._read_some",  # numpy: query_start
+    "KeptState._keep",  # of the host: seq_lens_cpu_upper_bound
+    "Choices.ask",  # numpy: num_computed_tokens_np, num_scheduled_tokens, query_start_loc_np
+    "Choices.settle",  # what has arrived on the host
 }
 
 

@@ -43,5 +43,5 @@ def test_they_pass_their_files_through_the_interpreter(which: str) -> None:
     skipped = set(re.findall(r"^SKIPPED .*?(test_\w+\.py):", run.stdout, re.MULTILINE))
     assert not ALL_RUN & skipped
     if which != "slow":
-        assert len(FILES) == 12
+        assert len(FILES) == 14
         assert passed == {file.name for file in FILES}

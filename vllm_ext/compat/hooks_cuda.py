@@ -32,6 +32,12 @@ CUDA_HOOKS = (
         ("num_actual_tokens", "max_query_len", "query_start_loc", "max_seq_len", "seq_lens", "block_table"),
         "tells how long contexts are at most",
     ),
+    Hook(
+        _FLASH,
+        "FlashAttentionMetadataBuilder._store_scheduler_metadata",
+        ("self", "scheduler_metadata"),
+        "has room for some requests",
+    ),
     Hook(_FLASH, "FlashAttentionMetadata.max_num_splits", None, "bounds the parts of keys in graphs"),
     Hook(
         "vllm.v1.attention.selector",

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 from vllm_ext.compat.hooks import Hook
-from vllm_ext.compat.hooks_blocks import BLOCK_HOOKS
+from vllm_ext.compat.hooks_blocks import V2_BLOCK_HOOKS
 from vllm_ext.compat.hooks_cuda import CUDA_HOOKS
 from vllm_ext.compat.hooks_recurrent import RECURRENT_HOOKS
 from vllm_ext.compat.hooks_structured import V2_STRUCTURED_HOOKS
@@ -24,7 +24,7 @@ _RUNNER = f"{_GPU}.model_runner"
 V2_HOOKS = (
     *LAYER_HOOKS,
     *HIDDEN_STATE_HOOKS,
-    *BLOCK_HOOKS,
+    *V2_BLOCK_HOOKS,
     *V2_STRUCTURED_HOOKS,
     *(
         Hook(f"{_GPU}.sample.logit_bias", name, None, "longer lists of a request are refused")

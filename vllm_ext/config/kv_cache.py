@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """How a server keeps its KV cache: ``additional_config["vllm_ext"]["kv"]``, and what does not go with it.
 
-Nothing of vLLM's but the names of some fields of its configuration; `encoded_cache` is the adapter.
+Nothing of vLLM's but the names of some fields of its configuration; `engine.kv_cache` is the adapter, with
+`engine.v2.kept_blocks` on the V2 runner.
 """
 
 from __future__ import annotations
@@ -14,11 +15,13 @@ from typing import Any
 from pydantic import ValidationError
 
 from vllm_ext.codecs.base import CodecOptions, KVCodec
-from vllm_ext.codecs.registry import load_codec
+from vllm_ext.codecs.registry import CODECS, load_codec
 from vllm_ext.config import speculative
+from vllm_ext.config.runners import RunnerChoice
 from vllm_ext.proposers.hybrid import reads_nodes
 from vllm_ext.samplers.messages import quoted
 
+ON_V1 = RunnerChoice("V1", "V2 needs Triton, which finds no driver for this platform")
 FIELD = f'{speculative.FIELD}["{speculative.KV}"]'
 
 
@@ -47,6 +50,11 @@ class KVSettings:
     def answers_read_less(self) -> bool:
         """See `KVCodec.ANSWERS_READ_LESS`."""
         return load_codec(self.method).ANSWERS_READ_LESS
+
+    @property
+    def why_v1(self) -> str:
+        """See `KVCodec.WHY_V1`."""
+        return load_codec(self.method).WHY_V1
 
     @functools.lru_cache(maxsize=8)  # noqa: B019  # a server has one of these
     def codec(self, block_size: int, head_size: int) -> KVCodec:
@@ -94,15 +102,20 @@ def from_config(carrier: Any) -> KVSettings | None:
 
 
 def check_engine_args(
-    args: Any, kv: KVSettings, companion: bool, settings: speculative.Settings | None
+    args: Any,
+    kv: KVSettings,
+    companion: bool,
+    settings: speculative.Settings | None,
+    runner: RunnerChoice = ON_V1,
 ) -> None:
-    """Refuse options that an encoded cache does not work with, before vLLM looks at the model.
+    """Refuse options that a KV method does not work with, before vLLM looks at the model.
 
     Args:
         args: vLLM's EngineArgs.
         kv: of the cache.
         companion: whether a sampling rule reads a second model.
         settings: the method of ours that drafts, if one does.
+        runner: of the engine.
 
     Raises:
         ValueError: naming the option, its value and the way out.
@@ -110,12 +123,24 @@ def check_engine_args(
     import vllm.envs as envs
     from vllm.platforms import current_platform
 
+    others = " or ".join(name for name in CODECS if not load_codec(name).WHY_V1) if kv.why_v1 else ""
+    on_v2, platform = runner.runner == "V2", f"the platform {current_platform.device_type!r}"
     method = (args.speculative_config or {}).get("method")
     refusals = (
         (
-            not current_platform.is_cpu(),
-            f"the platform {current_platform.device_type!r}",
-            "there are kernels for CPUs alone",
+            not current_platform.is_cpu() and bool(kv.why_v1),
+            platform,
+            f"method {kv.method!r} {kv.why_v1}. Use {others}, or a CPU",
+        ),
+        (
+            not current_platform.is_cpu() and not on_v2,
+            f"{platform} and vLLM's V1 model runner",
+            f"there {kv.method!r} runs on V2, and V1 was chosen as {runner.reason}. Leave that out",
+        ),
+        (
+            on_v2 and bool(kv.why_v1),
+            "vLLM's V2 model runner",
+            f"method {kv.method!r} {kv.why_v1}. Set VLLM_USE_V2_MODEL_RUNNER=0, or use {others}",
         ),
         (
             bool(args.speculative_config) and settings is None,
@@ -168,19 +193,38 @@ def check_engine_args(
             f"worker_cls={args.worker_cls!r}",
             "must be 'auto': the cache is set up by a worker class of its own",
         ),
-        (bool(envs.VLLM_USE_V2_MODEL_RUNNER), "VLLM_USE_V2_MODEL_RUNNER=1", "must be unset or 0"),
+        (
+            not on_v2 and bool(envs.VLLM_USE_V2_MODEL_RUNNER),
+            "VLLM_USE_V2_MODEL_RUNNER=1",
+            "must be unset or 0",
+        ),
+        (
+            on_v2 and bool(getattr(args, "enable_dbo", False)),
+            "enable_dbo=True",
+            "must be False: the blocks that rows read are laid out once a step",
+        ),
+        (
+            on_v2 and getattr(args, "prefill_context_parallel_size", 1) > 1,
+            f"prefill_context_parallel_size={getattr(args, 'prefill_context_parallel_size', 1)}",
+            "must be 1: a prompt's rows are cut where its window slides",
+        ),
     )
     for refused, what, rule in refusals:
         if refused:
             raise ValueError(f"{FIELD} does not work with {what}: {rule}.")
 
 
-def check_vllm_config(vllm_config: Any, settings: KVSettings) -> None:
+def check_vllm_config(vllm_config: Any, settings: KVSettings, runner: RunnerChoice = ON_V1) -> None:
     """What only the finished configuration tells.
 
     Raises:
-        ValueError: the model's heads, or its kind, do not go with the settings.
+        ValueError: the model's heads, or its kind, do not go with the settings; or vLLM runs it on another runner.
     """
+    if vllm_config.use_v2_model_runner != (runner.runner == "V2"):
+        raise ValueError(
+            f"{FIELD} was to run on vLLM's {runner.runner} model runner ({runner.reason}), and vLLM has chosen the "
+            f"other for {vllm_config.model_config.model!r}. Set VLLM_USE_V2_MODEL_RUNNER=0 on a CPU, or remove {FIELD}."
+        )
     model, block_size = vllm_config.model_config, vllm_config.cache_config.block_size
     problems = {
         "a model with latent attention (MLA)": model.use_mla,

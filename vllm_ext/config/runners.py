@@ -68,14 +68,14 @@ def vllms_own() -> RunnerChoice:
     return RunnerChoice("V2", "vLLM's default where there is Triton")
 
 
-def choose(args: Any, settings: Settings, ruled: RuleSettings | None, *, encoded_kv: bool) -> RunnerChoice:
+def choose(args: Any, settings: Settings, ruled: RuleSettings | None, *, kv_why_v1: str = "") -> RunnerChoice:
     """The runner for a method.
 
     Args:
         args: the engine's ``EngineArgs``.
         settings: the method and its options.
         ruled: sampling rules that go with it.
-        encoded_kv: the KV cache is encoded.
+        kv_why_v1: why the method of the KV cache needs V1; "": it does not, or there is none.
     """
     own = vllms_own()
     if own.runner == "V1":
@@ -89,7 +89,7 @@ def choose(args: Any, settings: Settings, ruled: RuleSettings | None, *, encoded
         *_of_drafters(settings.options),
         *_of_passes(settings),
         (bool(need_v1), f"sampling rules {need_v1} go with it"),
-        (encoded_kv, "the KV cache is encoded"),
+        (bool(kv_why_v1), f"the KV cache's method {kv_why_v1}"),
         (settings.options.verify != "exact", f"verify={settings.options.verify!r} is lossy"),
         *((True, reason) for reason in _of_the_users_classes(args)),
         (getattr(args, "enable_batch_sharded_sampling", False), "enable_batch_sharded_sampling is on"),

@@ -32,7 +32,9 @@ FREE = {
     # tree's root stands; where it keeps all layers' blocks alike, it keeps all.
     *("sliding_window", "attention_chunk_size"),
 }
-SPECS = (FullAttentionSpec, SlidingWindowSpec, ChunkedLocalAttentionSpec)
+SPECS: dict[type[Any], set[str]] = dict.fromkeys(
+    (FullAttentionSpec, SlidingWindowSpec, ChunkedLocalAttentionSpec), FREE
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +54,11 @@ def takes_trees(backend: _Backend) -> _Backend:
     """Decorator of a backend of ours: its layers take trees. Not those of what vLLM derives from it."""
     _KNOWN[backend] = Parts(backend.get_impl_cls(), backend.get_builder_cls())
     return backend
+
+
+def allow_spec(spec: type[Any], free: Iterable[str]) -> None:
+    """A kind of KV cache of ours, some of whose fields may have any value: it goes with trees."""
+    SPECS[spec] = FREE | {*free}
 
 
 def chain_reason(runner: Any, uses_mrope: bool, dcp_size: int, uses_pcp: bool = False) -> str | None:
@@ -284,7 +291,8 @@ def _spec_problem(spec: Any, layer: Any) -> str | None:
             f"its KV cache has ChunkedLocalAttentionSpec with attention_chunk_size={spec.attention_chunk_size}, "
             f"where the layer's is {chunk_of(layer)}"
         )
-    plain = type(spec)(**{name: getattr(spec, name) for name in FREE if hasattr(spec, name)})
+    free = SPECS[type(spec)]
+    plain = type(spec)(**{name: getattr(spec, name) for name in free if hasattr(spec, name)})
     for field in fields(spec):
         value = getattr(spec, field.name)
         if value != getattr(plain, field.name):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An encoded KV cache."""
+"""Methods for the KV cache."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class KVCache(Feature):
     def refuse(self, args: Any, asked: Asked) -> None:
         if asked.kv is not None:
             companion = asked.rules is not None and asked.rules.companion is not None
-            kv_cache.check_engine_args(args, asked.kv, companion, asked.method)
+            kv_cache.check_engine_args(args, asked.kv, companion, asked.method, asked.runner)
 
     def options(self, args: Any, asked: Asked) -> dict[str, Any]:
         if asked.kv is None:
@@ -42,12 +42,14 @@ class KVCache(Feature):
         return options
 
     def worker_parts(self, asked: Asked) -> Sequence[str]:
-        return () if asked.kv is None else ("EncodedCache",)
+        if asked.kv is None:
+            return ()
+        return ("V2KeptBlocks",) if asked.on_v2 else ("EncodedCache",)
 
     def scheduler_parts(self, vllm_config: Any, asked: Asked) -> Sequence[str]:
         return ("EvictedBlocks",) if asked.kv is not None and asked.kv.answers_read_less else ()
 
     def check(self, vllm_config: Any, asked: Asked) -> None:
         if asked.kv is not None:
-            kv_cache.check_vllm_config(vllm_config, asked.kv)
+            kv_cache.check_vllm_config(vllm_config, asked.kv, asked.runner)
             logger.info("vllm-ext %s: KV cache by %s", __version__, asked.kv)

@@ -73,7 +73,8 @@ class Speculation(Feature):
         if (learning := getattr(settings.options, "online", None)) is not None:
             folder = str(state_file.prepare_folder(learning.dir, "online.dir"))
             settings = settings.with_options(online=learning.model_copy(update={"dir": folder}))
-        asked.runner = runners.choose(args, settings, asked.rules, encoded_kv=asked.kv is not None)
+        kv_why_v1 = "" if asked.kv is None else asked.kv.why_v1
+        asked.runner = runners.choose(args, settings, asked.rules, kv_why_v1=kv_why_v1)
         asked.method = _with_default_nodes(settings) if asked.on_v2 else settings
         if asked.on_v2 and (adapted := processors.of(args)).adapted:
             adapter = v1_interface.name_of(adapted.adapted)

@@ -28,6 +28,16 @@ class TreeFlashAttentionImpl(flash.TreeFlashAttentionImpl):
 class TreeFlashAttentionMetadataBuilder(InGraphs, FlashAttentionMetadataBuilder):  # type: ignore[misc]
     """See `InGraphs`."""
 
+    def _store_scheduler_metadata(self, scheduler_metadata: Any) -> Any:
+        """vLLM's, which has room for as many requests as run at once.
+
+        Prompts may be in more parts (`kept_blocks`), and no graph has those.
+        """
+        stored = getattr(self, "scheduler_metadata", None)
+        if scheduler_metadata is not None and stored is not None and len(scheduler_metadata) > len(stored):
+            return scheduler_metadata
+        return super()._store_scheduler_metadata(scheduler_metadata)
+
 
 @takes_trees
 class TreeFlashAttentionBackend(FlashAttentionBackend):  # type: ignore[misc]

@@ -17,11 +17,13 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_b
 
 from vllm_ext.engine import tree_layers
 from vllm_ext.kernels.backends import Backend
+from vllm_ext.kernels.block_mass import add_block_mass
 from vllm_ext.kernels.kv_layouts import tokens_at
 from vllm_ext.kernels.tree_attention import MAX_HEAD_SIZE, Scoring, TreeRows, tree_attention
 
 # The attribute of vLLM's attention metadata that carries ours.
 TREES = "vllm_ext_trees"
+ASKED = "vllm_ext_asked"  # and what rows are asked, `vllm_ext.kernels.block_mass.AskedRows`, of a KV method
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +111,8 @@ class TreeAttention:
     ) -> torch.Tensor:
         """vLLM's ``AttentionImpl.forward``."""
         stock: Any = super()
+        if (asked := getattr(attn_metadata, ASKED, None)) is not None:
+            add_block_mass(query, self.kv_views(layer, kv_cache)[0], asked, self.scale, self.backend)
         trees: TreeMetadata | None = getattr(attn_metadata, TREES, None)
         if trees is None:
             result: torch.Tensor = stock.forward(

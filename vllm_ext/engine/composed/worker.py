@@ -17,6 +17,7 @@ PARTS = {
     "EncodedCache": f"{_ENGINE}.v1.worker.EncodedCache",
     "V2Speculation": f"{_ENGINE}.v2.worker.Speculation",
     "V2Rules": f"{_ENGINE}.v2.worker.Rules",
+    "V2KeptBlocks": f"{_ENGINE}.v2.worker.KeptBlocks",
 }
 
 

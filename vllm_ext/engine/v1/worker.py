@@ -46,9 +46,9 @@ class EncodedCache(Part):
 
     def get_kv_cache_spec(self) -> Any:
         """vLLM's: what the layers' caches are like."""
-        from vllm_ext.engine.kv_cache import encoded_cache
+        from vllm_ext.engine.kv_cache import block_specs
 
-        return encoded_cache.encoded_specs(self.vllm_config, super().get_kv_cache_spec())  # type: ignore[misc]
+        return block_specs.codec_specs(self.vllm_config, super().get_kv_cache_spec())  # type: ignore[misc]
 
 
 class Rules(Part):

@@ -40,8 +40,12 @@ class TreeState(ABC):
         # Graphs for any query lengths read where each request's root is, of steps without drafts too.
         if input_batch.num_draft_tokens or (self.speculator.varlen and not input_batch.has_prefill):
             flat = None if self.rope_state is None else input_batch.positions.clone()
-            self.speculator.lay_out(input_batch)
+            self.lay_out(input_batch)
             self._moved = None if flat is None else input_batch.positions - flat
+
+    def lay_out(self, input_batch: Any) -> None:
+        """The step's trees, as rows."""
+        self.speculator.lay_out(input_batch)
 
     def prepare_inputs(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """vLLM's inputs, with M-RoPE's positions of tree nodes."""

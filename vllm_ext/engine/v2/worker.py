@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 from vllm_ext.compat import hooks_v2
-from vllm_ext.engine import rule_faults
+from vllm_ext.engine import rule_faults, step_extras
 from vllm_ext.engine.attention import v2_backends
 from vllm_ext.engine.recurrent import registry
 from vllm_ext.engine.startup_log import Started
@@ -29,6 +29,51 @@ class Rules:
             if isinstance(processor, RuleProcessor):
                 rule_faults.attach(output, processor.take_faults(runner.req_states.req_id_to_index))
         return output
+
+
+class KeptBlocks(WorkerPart):
+    """Reads some blocks of the KV cache alone."""
+
+    HOOKS = hooks_v2.V2_HOOKS
+
+    def register(self) -> None:
+        v2_backends.register()
+        super().register()
+
+    def load_model(self, *args: Any, **kwargs: Any) -> Any:
+        """vLLM's, and our trees'; then the model state learns what is read."""
+        from vllm_ext.engine.v2 import kept_blocks
+
+        result = super().load_model(*args, **kwargs)  # type: ignore[misc]
+        kept_blocks.install(self.model_runner)
+        return result
+
+    def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        """vLLM's; what requests that are over have chosen is forgotten."""
+        choices = self.model_runner.model_state.choices
+        if choices is not None:
+            choices.finish(scheduler_output.finished_req_ids)
+        return super().execute_model(scheduler_output, *args, **kwargs)  # type: ignore[misc]
+
+    def sample_tokens(self, grammar_output: Any) -> Any:
+        """vLLM's; what is chosen not to be read goes with the tokens."""
+        choices = self.model_runner.model_state.choices
+        if choices is not None:
+            choices.collect()
+        output = super().sample_tokens(grammar_output)  # type: ignore[misc]
+        if choices is not None and output is not None and (evicted := choices.take_evicted()):
+            step_extras.set_of(getattr(output, "model_runner_output", output)).evicted = evicted
+        return output
+
+    def get_kv_cache_spec(self) -> Any:
+        """vLLM's: what the layers' caches are like."""
+        from vllm_ext.engine.kv_cache import block_specs
+
+        return block_specs.codec_specs(self.vllm_config, super().get_kv_cache_spec())  # type: ignore[misc]
+
+    def started(self) -> Started:
+        """On which runner."""
+        return super().started()._replace(runner="V2")
 
 
 class Speculation(WorkerPart):

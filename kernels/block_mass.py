@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What some rows attend to, block by block: how KV methods choose that keep what later tokens look at.
+
+Attention kernels give sums of values and no weights; so the weights of the few rows that are asked are made again.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from vllm_ext.kernels.backends import Backend, choose
+
+
+class AskedRows(NamedTuple):
+    """Rows of a step that are asked what they attend to."""
+
+    table: torch.Tensor  # int32 [requests, blocks]
+    request: torch.Tensor  # int32 [asked] whose each is: a row of the table
+    row: torch.Tensor  # int32 [asked] its place in the query
+    seen: torch.Tensor  # int32 [asked] tokens that it sees, itself included
+    mass: torch.Tensor  # float32 [asked, blocks] added to
+
+
+def add_block_mass(
+    query: torch.Tensor, keys: torch.Tensor, asked: AskedRows, scale: float, backend: Backend = "auto"
+) -> None:
+    """Add the weight that each row gives to each block, summed over its heads.
+
+    The contract, with ``w[head]`` the softmax of ``scale * query[row, head] @ key`` over the tokens that the row sees::
+
+        asked.mass[i, block] += sum(w[head][token] for head in heads for token in block)
+
+    Args:
+        query: ``[rows, heads, head_size]``.
+        keys: ``[num_blocks, kv_heads, block_size, head_size]``, of any strides; the step's own are in it.
+        asked: the rows, and where their weights go.
+        scale: of scores.
+        backend: "auto" is triton on CUDA, else torch.
+    """
+    if not len(asked.row):
+        return
+    form: Any
+    if choose(backend, query) == "triton":
+        from vllm_ext.kernels.block_mass_triton import add_block_mass_triton as form
+    else:
+        from vllm_ext.kernels.block_mass_ref import add_block_mass_ref as form
+    form(query, keys, asked, scale)

@@ -130,8 +130,8 @@ def test_gpus_and_the_v2_runner_are_refused_method_by_method(
     def check(runner: RunnerChoice, **values: Any) -> None:
         kv_cache.check_engine_args(engine_args(**values), kv, False, None, runner)
 
-    if method not in ("streaming_llm",):
-        why = f"method '{method}' .*Set VLLM_USE_V2_MODEL_RUNNER=0, or use streaming_llm"
+    if method not in ("streaming_llm", "snapkv"):
+        why = f"method '{method}' .*Set VLLM_USE_V2_MODEL_RUNNER=0, or use snapkv or streaming_llm"
         with pytest.raises(ValueError, match=f"does not work with vLLM's V2 model runner: {why}"):
             check(V2)
     else:
@@ -141,8 +141,10 @@ def test_gpus_and_the_v2_runner_are_refused_method_by_method(
                 check(V2, **{option: value})
     gpu = SimpleNamespace(is_cpu=lambda: False, device_type="cuda")
     monkeypatch.setattr(vllm.platforms, "current_platform", gpu)
-    if method not in ("streaming_llm",):
-        with pytest.raises(ValueError, match=f"the platform 'cuda': method '{method}' .*Use streaming_llm"):
+    if method not in ("streaming_llm", "snapkv"):
+        with pytest.raises(
+            ValueError, match=f"the platform 'cuda': method '{method}' .*Use snapkv or streaming_llm"
+        ):
             check(V2)
     else:
         check(V2)

@@ -90,6 +90,7 @@ class DraftBudget:
         self._depth: Float64 = np.zeros(ceiling + 1)  # their sums: passes for the first so many nodes,
         self._inner: Float64 = np.zeros(ceiling + 1)  # and rows of these passes
         self._vain = 0.0  # rounds in which nothing better was found
+        self._passed = 1.0  # share of rounds that are passes: a cascade spares some
         # Of passes after the first ones, and tokens accepted that they gave.
         self._reach = self._reach_hits = 0.0
         # Of such a pass of the next step: with less it does not pay; see `sampled.grow`.
@@ -147,7 +148,7 @@ class DraftBudget:
         many = ways[way] if best else 0
         if best:
             given = (self._reach_hits + TRUST * FIRST) / (self._reach + TRUST)
-            self.least_reach = float(rate.max() * each[chosen]) / given
+            self.least_reach = float(rate.max() * each[chosen]) / given * self._passed
         self._state = {
             "step_seconds": float(seconds[chosen]),
             "nodes_per_request": float(chosen[1] * many / batch_size),
@@ -188,7 +189,7 @@ class DraftBudget:
         depth, inner = self._shape(nodes)
         # One node is never followed by another.
         deep = np.maximum(depth - 1.0, 0.0) + self._vain
-        passes = np.where(nodes > 1, deep / self._depths_a_pass, 0.0)
+        passes = np.where(nodes > 1, deep / self._depths_a_pass * self._passed, 0.0)
         if self.one_pass:
             each = np.zeros(len(nodes))
         else:
@@ -207,14 +208,17 @@ class DraftBudget:
         weight = np.where(known, self._weight, 1.0)
         return np.where(known, self._depth / weight, nodes), np.where(known, self._inner / weight, nodes)
 
-    def drafted(self, trees: Sequence[DraftTree], host_seconds: float, passes: int) -> None:
+    def drafted(self, trees: Sequence[DraftTree], host_seconds: float, passes: int, spared: int = 0) -> None:
         """Learn what trees look like.
 
         Args:
             trees: those that are not empty.
             host_seconds: time of them all besides the passes.
             passes: for them all, after the first: rounds of growth, if each pass tells several depths.
+            spared: of these, how many took place in an earlier one.
         """
+        if passes:
+            self._passed += HOST_RATE * (1.0 - spared / passes - self._passed)
         if max(len(tree) for tree in trees) > 1:
             deep = float(np.mean([tree.depths().max() - 1 for tree in trees]))
             self._vain += HOST_RATE * (passes - deep - self._vain)

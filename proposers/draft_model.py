@@ -22,7 +22,7 @@ from vllm_ext.kernels.user_paths import UserPath
 from vllm_ext.proposers.base import MethodOptions, Proposer, Request, Sampling
 from vllm_ext.proposers.likeliest_tree import LikeliestTree
 from vllm_ext.proposers.online import OnlineOptions
-from vllm_ext.proposers.sampled import ROOT, TreeBuilder, grow
+from vllm_ext.proposers.sampled import ASKED_PER_NODE, ROOT, TreeBuilder, grow
 from vllm_ext.proposers.tree import DraftTree, Float32
 
 if TYPE_CHECKING:
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 SELF = "self"
 SEED = 0x5EED  # of the draft's noise: apart from vLLM's and from verification's
+GUESSES, MOST_GUESSES = 6, 16  # that a pass of a cascade reads ahead
 
 
 class Rows(NamedTuple):
@@ -86,6 +87,32 @@ class DraftModelOptions(PassOptions):
         description="the draft goes on learning from what is asked, in a process of its own; none: it stays as it is",
     )
 
+    cascade: Literal["token_recycling"] | None = Field(
+        default=None,
+        description="what drafts for the draft, on the V1 model runner: a pass of it then says several tokens; "
+        "none: nothing does",
+    )
+    cascade_tokens: int | None = Field(
+        default=None,
+        ge=1,
+        le=MOST_GUESSES,
+        description=f"with cascade, what a pass reads ahead of each request; none: {GUESSES}",
+    )
+
+    @property
+    def guesses(self) -> int:
+        """Nodes of a request that a pass reads ahead."""
+        return 0 if self.cascade is None else self.cascade_tokens or GUESSES
+
+    @field_validator("cascade_tokens")
+    @classmethod
+    def _only_of_cascade(cls, cascade_tokens: int | None, info: Any) -> int | None:
+        if cascade_tokens is not None and info.data.get("cascade") is None:
+            raise ValueError(
+                "without a cascade nothing is read ahead; add cascade='token_recycling', or remove it"
+            )
+        return cascade_tokens
+
     @field_validator("self_layers")
     @classmethod
     def _only_of_self(cls, self_layers: int | None, info: Any) -> int | None:
@@ -129,7 +156,7 @@ class DraftModelProposer(Proposer):
     least_reach = 0.0  # set by the adapter: see `sampled.grow`
     deepest = 32  # set by the adapter: nodes of which the draft knows something
     fuses: ClassVar[bool] = False  # whether it may be one of a hybrid's drafters
-    only_alone: ClassVar[Sequence[str]] = ("export_dir", "online")
+    only_alone: ClassVar[Sequence[str]] = ("export_dir", "online", "cascade")
     in_rounds: ClassVar[bool] = False  # whether it then goes on below what the others say, depth by depth
     blind: Container[str] = frozenset()  # set by the adapter: requests that the draft can say nothing of
 
@@ -228,6 +255,11 @@ class DraftModelProposer(Proposer):
         """Of any node."""
         most: int = min(self.options.max_depth, self.deepest)
         return most
+
+
+def places_per_node(options: MethodOptions) -> int:
+    """Slots in the KV cache behind the root for each node of a tree: a cascade reads as many again ahead."""
+    return (2 if getattr(options, "guesses", 0) else 1) * ASKED_PER_NODE
 
 
 def is_drawn(request: Request) -> bool:

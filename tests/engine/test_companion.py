@@ -25,8 +25,8 @@ from vllm_ext.training.draft_model import Shape, make_model
 pytestmark = pytest.mark.engine
 
 
-@pytest.fixture(scope="module")
-def twin(slice_dir: str) -> Iterator[Any]:
+@pytest.fixture(scope="module", params=[None, "token_recycling"], ids=["alone", "cascade"])
+def twin(slice_dir: str, request: pytest.FixtureRequest) -> Iterator[Any]:
     """Sixteen requests share few blocks; a step has at most 192 tokens."""
     yield from engine(
         slice_dir,
@@ -36,6 +36,7 @@ def twin(slice_dir: str) -> Iterator[Any]:
             "num_speculative_tokens": 8,
             "max_depth": 5,
             "budget": "fixed",
+            "cascade": request.param,
         },
         num_gpu_blocks_override=17,
         max_num_batched_tokens=192,
@@ -147,7 +148,8 @@ def test_a_draft_of_another_shape(plain_slice_llm: Any, slice_dir: str, tmp_path
 METHODS: dict[str, dict[str, Any]] = {
     "dyspec": {},
     "spectr": {"drafts": 3},
-}  # one of each rule; see scripts/matrix.sh
+    "specdec_pp": {"stop_threshold": 1.0, "cascade": "token_recycling"},
+}  # one of each rule, and a cascade; see scripts/matrix.sh
 
 
 @pytest.mark.slow

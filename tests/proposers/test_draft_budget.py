@@ -118,6 +118,22 @@ def test_passes_that_find_nothing_are_charged() -> None:
     assert difference == pytest.approx([0.0, 0.0, 2e-3, 2e-3, 2e-3], rel=0.05)
 
 
+def test_spared_passes_are_not_charged() -> None:
+    """Of a cascade that spares every other pass those after the first cost half, and must be worth half as much."""
+    plain, cascade = DraftBudget(5), DraftBudget(5)
+    sizes = np.array([1, 2, 4, 8, 16, 32])
+    for budget, spared in ((plain, 0), (cascade, 2)):
+        budget.cost.calibrate(sizes, 1e-2 * (1.0 + 0.01 * sizes))
+        budget.pass_cost.calibrate(sizes, np.full(6, 1e-3))
+        for _ in range(100):
+            budget.drafted([chain(5)], 1e-4, 4, spared)
+            budget.observe([5], [[0, 1, 2, 3, 4]], [[1.0] * 4])
+        assert max(budget.plan([1], 10)[0] for _ in range(9)) == 5
+    whole, half = (budget._draft_seconds(np.arange(6), 1, 10)[0] for budget in (plain, cascade))
+    assert half[5] - half[1] == pytest.approx((whole[5] - whole[1]) / 2, rel=0.01)
+    assert cascade.least_reach == pytest.approx(plain.least_reach / 2, rel=0.2)
+
+
 def test_a_pass_must_reach_what_its_time_is_worth() -> None:
     """A pass of a tenth of what a token takes: its nodes must be right with a tenth of a chance, all together."""
     budget = settled()

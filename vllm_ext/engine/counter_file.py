@@ -36,6 +36,7 @@ DOCUMENTATION = {
     "spec_emitted_tokens": "Tokens emitted, accepted drafts and the target's own.",
     "spec_typical_tokens": "Of the accepted, draft tokens kept by typical acceptance, which is lossy.",
     "spec_steps": "Steps of a request that emitted tokens; emitted / steps is tokens per step.",
+    "spec_draft_passes": "Forward passes of a draft model, heads or an exit, each of a whole batch (V1 runner).",
     "state_loads": "Starts that took over what was learnt before.",
     "state_set_aside": "Starts that found saved state they could not use; the log has the file and the reason.",
     "state_saves": "Times what was learnt was saved.",

@@ -242,6 +242,7 @@ def test_rows_of_a_mixed_batch(drafter: Drafter, recorder: Recorder) -> None:
         "spec_emitted_tokens": 3,
         "spec_typical_tokens": 0,
         "spec_steps": 2,
+        "spec_draft_passes": 0,
         "state_loads": 0,
         "state_set_aside": 0,
         "state_saves": 0,

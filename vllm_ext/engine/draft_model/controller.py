@@ -11,6 +11,7 @@ import torch
 from vllm.distributed.parallel_state import get_tp_group
 
 from vllm_ext.config.head_files import block_of
+from vllm_ext.engine.draft_model.cascaded import CascadedModel
 from vllm_ext.engine.draft_model.eagle import EaglePasses
 from vllm_ext.engine.draft_model.early_exit import EarlyExit
 from vllm_ext.engine.draft_model.falcon import FalconPasses
@@ -53,8 +54,8 @@ class ModelDrafts:
         count: adds one to a counter.
     """
 
-    def __init__(self, vllm_config: Any, proposer: DraftModelProposer, count: Callable[[str], None]) -> None:
-        self._config, self.proposer = vllm_config, proposer
+    def __init__(self, vllm_config: Any, proposer: DraftModelProposer, count: Callable[..., None]) -> None:
+        self._config, self.proposer, self._count = vllm_config, proposer, count
         options = proposer.options
         num_layers = vllm_config.model_config.get_total_num_hidden_layers()
         self.passes: ModelPasses
@@ -197,6 +198,7 @@ class ModelDrafts:
         drafted = [(r.request_id, tree) for r, tree in zip(requests, proposed, strict=True) if len(tree)]
         if drafted:
             self.passes.settle([name for name, _ in drafted], [tree for _, tree in drafted])
+        self._count("spec_draft_passes", len(self.passes.passes))
         self.seconds = time.perf_counter() - started
         if self.budget is not None and drafted:
             context = sum(len(request.tokens) for request in requests if request.request_id in drafting)
@@ -208,7 +210,7 @@ class ModelDrafts:
             host = self.seconds - sum(one.seconds for one in self.passes.passes)
             of_requests = [tree for _, tree in drafted]
             if isinstance(self.budget, DraftBudget):
-                self.budget.drafted(of_requests, host, self.proposer.passes)
+                self.budget.drafted(of_requests, host, self.proposer.passes, self.passes.spared)
             else:
                 self.budget.drafted(of_requests, host)
         return proposed
@@ -365,7 +367,7 @@ class FusedDraft:
 def passes_of(vllm_config: Any, options: DraftOptions, count: Callable[[str], None]) -> ModelPasses:
     """Those of the heads or of the model that the options name."""
     if isinstance(options, DraftModelOptions):
-        return SeparateModel(vllm_config, options)
+        return (CascadedModel if options.guesses else SeparateModel)(vllm_config, options)
     if isinstance(options, EagleOptions):
         kind = FalconPasses if block_of(options.model) > 1 else EaglePasses
         return kind(vllm_config, options, count)

@@ -107,6 +107,7 @@ class ModelPasses(Companion):
         super().__init__()
         self.layers: list[str] = []  # names of the attention layers it runs
         self.passes: list[Pass] = []  # since `advance`
+        self.spared = 0  # likewise, calls of `nodes` that needed none
         self.blind: set[str] = set()  # requests that it can say nothing of
 
     def verified(self, trees: StepTrees) -> None:

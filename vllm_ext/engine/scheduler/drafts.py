@@ -6,6 +6,8 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+from vllm_ext.config import speculative
+from vllm_ext.proposers.draft_model import places_per_node
 from vllm_ext.proposers.sampled import ASKED_PER_NODE, MOST_READ
 
 
@@ -26,12 +28,18 @@ class DraftSlots:
         """
         if self.no_lookahead:
             return 0
-        most = MOST_READ if self.vllm_config.use_v2_model_runner else ASKED_PER_NODE
-        return 1 + most * int(self.vllm_config.speculative_config.num_speculative_tokens)
+        return 1 + self._per_node * int(self.vllm_config.speculative_config.num_speculative_tokens)
 
     @num_lookahead_tokens.setter
     def num_lookahead_tokens(self, value: int) -> None:
         """vLLM's constructor sets 0."""
+
+    @functools.cached_property
+    def _per_node(self) -> int:
+        if self.vllm_config.use_v2_model_runner:
+            return MOST_READ
+        settings = speculative.from_vllm_config(self.vllm_config)
+        return ASKED_PER_NODE if settings is None else places_per_node(settings.options)
 
 
 class DraftCounts:

@@ -27,10 +27,9 @@ from vllm_ext.engine.structured_output.draft_constraints import DraftConstraints
 from vllm_ext.engine.tree_layout import StepTrees
 from vllm_ext.proposers.base import Proposer, Request, chains_where_asked
 from vllm_ext.proposers.budget import GoodputBudget
-from vllm_ext.proposers.draft_model import DraftModelProposer
+from vllm_ext.proposers.draft_model import DraftModelProposer, places_per_node
 from vllm_ext.proposers.hybrid import Hybrid, draft_of, reads_nodes
 from vllm_ext.proposers.ppd import PpdOptions
-from vllm_ext.proposers.sampled import ASKED_PER_NODE
 from vllm_ext.proposers.tree import DraftTree, Int32
 
 
@@ -55,7 +54,7 @@ class Drafter:
             self.fused = FusedDraft(vllm_config, drafting, self.count)
         self.vllms = VllmProposers(vllm_config, self.proposer)
         behind = self.model_drafts is not None or reads_nodes(settings.options)
-        self._texts = BatchTexts(vllm_config, ASKED_PER_NODE if behind else 1)
+        self._texts = BatchTexts(vllm_config, places_per_node(settings.options) if behind else 1)
         self.constraints = DraftConstraints(vllm_config, self._counters.add, self._host.fault_of)
         # On all ranks alike: what is tapped decides how greedy tokens are found.
         self._exports = any(getattr(settings.options, name, None) for name in ("export_dir", "online"))

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from vllm_ext.proposers.base import MethodOptions
 from vllm_ext.proposers.self_draft import SelfDraftProposer, ShapeOptions
@@ -25,6 +25,19 @@ class UnifiedSkipOptions(ShapeOptions):
     speedup: float = Field(
         default=2.0, ge=1.0, le=16.0, description="of a draft pass: with 2 every second layer is kept"
     )
+    layers: list[int] | None = Field(
+        default=None,
+        min_length=1,
+        description="which layers stay, ascending, as `vllm-ext train draft --search-layers` finds them; none: those "
+        "that speedup says",
+    )
+
+    @field_validator("layers")
+    @classmethod
+    def _ascending(cls, layers: list[int] | None) -> list[int] | None:
+        if layers is not None and (layers != sorted(set(layers)) or layers[0] < 0):
+            raise ValueError("layers are counted from 0, and named in ascending order, each once")
+        return layers
 
 
 class UnifiedSkip(SelfDraftProposer):
@@ -35,6 +48,22 @@ class UnifiedSkip(SelfDraftProposer):
     on_v2 = "device"
     Options: ClassVar[type[MethodOptions]] = UnifiedSkipOptions
     tested_with: ClassVar[Mapping[str, Any]] = {**SelfDraftProposer.tested_with, "speedup": 1.15}
+
+
+def kept_layers(options: UnifiedSkipOptions, num_layers: int) -> list[int]:
+    """The layers that stay, by the options: ascending.
+
+    Raises:
+        ValueError: the model does not have one of them.
+    """
+    if options.layers is None:
+        return balanced(num_layers, options.speedup)
+    if options.layers[-1] >= num_layers:
+        raise ValueError(
+            f"speculative_config.layers={options.layers} is not allowed; allowed: 0 to {num_layers - 1}, the model's "
+            "layers. Remove the others."
+        )
+    return list(options.layers)
 
 
 def balanced(num_layers: int, speedup: float) -> list[int]:

@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from pydantic import ValidationError
 
 from vllm_ext.proposers.dynamic_exit import DynamicExit, DynamicExitOptions
 from vllm_ext.proposers.exit_budget import ExitBudget
 from vllm_ext.proposers.exit_choice import ExitChoice, expected_tokens, loaded_layers
 from vllm_ext.proposers.layerskip import LayerSkip, LayerSkipOptions
 from vllm_ext.proposers.tree import DraftTree
-from vllm_ext.proposers.unified_skip import balanced
+from vllm_ext.proposers.unified_skip import UnifiedSkipOptions, balanced, kept_layers
 
 
 @pytest.mark.parametrize("acceptance", [0.0, 0.3, 0.9, 0.999999, 1.0])
@@ -158,6 +159,16 @@ def test_balanced_layers() -> None:
             assert kept == sorted(set(kept))
             gaps = np.diff(kept)
             assert gaps.max() - gaps.min() <= 1
+
+
+def test_layers_that_are_named_stay() -> None:
+    assert kept_layers(UnifiedSkipOptions(), 30) == balanced(30, 2.0)
+    assert kept_layers(UnifiedSkipOptions(layers=[0, 4, 29]), 30) == [0, 4, 29]
+    with pytest.raises(ValueError, match=r"layers=\[0, 4, 29\] is not allowed; allowed: 0 to 28"):
+        kept_layers(UnifiedSkipOptions(layers=[0, 4, 29]), 29)
+    for wrong in ([4, 0], [1, 1], [-1, 2]):
+        with pytest.raises(ValidationError, match="in ascending order, each once"):
+            UnifiedSkipOptions(layers=wrong)
 
 
 def test_exits_by_default() -> None:

@@ -126,6 +126,7 @@ def from_layers(target: Path, layers: Sequence[int], device: str) -> Any:
     for place, layer in enumerate(model.model.layers):
         layer.self_attn.layer_idx = place
     model.config.num_hidden_layers = len(layers)
+    model.config.target_layers = list(layers)
     if kinds := getattr(model.config, "layer_types", None):
         model.config.layer_types = [kinds[layer] for layer in layers]
     return keep_embeddings(model)

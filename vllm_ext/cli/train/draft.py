@@ -60,6 +60,11 @@ def draft_command(
             "head are the target's: larger, and right from far fewer tokens."
         ),
     ] = None,
+    search_layers: Annotated[
+        int | None,
+        typer.Option(min=1, help="Of --layers so many, which a search before training finds."),
+    ] = None,
+    search_minutes: Annotated[float, typer.Option(min=0.01, help="Of that search.")] = 10.0,
     hidden_size: Annotated[int, typer.Option(min=32)] = 192,
     num_layers: Annotated[int, typer.Option(min=1)] = 4,
     num_heads: Annotated[int, typer.Option(min=1, help="Divides the hidden size.")] = 3,
@@ -99,20 +104,25 @@ def draft_command(
             split,
             train,
         )
+        from vllm_ext.training.drafts.layer_search import found_layers
 
         if hidden_size % num_heads:
             raise ValueError(
                 f"--hidden-size={hidden_size} is not allowed with --num-heads={num_heads}; it must be a multiple"
             )
-        if layers is not None and start is not None:
-            raise ValueError(
-                f"--layers={layers} and --start={start} are not allowed together; a model begins as one of them"
-            )
+        begins = {"--search-layers": search_layers, "--layers": layers, "--start": start}
+        if len(named := [f"{option}={value}" for option, value in begins.items() if value is not None]) > 1:
+            raise ValueError(f"{' and '.join(named)} are not allowed together; a model begins as one of them")
         kept = None if layers is None else numbers_of("--layers", layers)
         folder = snapshot(target)
         if kept is not None:
             check_layers("--layers", kept, folder, 0, layers_of(folder) - 1)
-        of_layers = kept is not None or (start is not None and has_embeddings_of(start, folder))
+        if search_layers is not None and search_layers >= layers_of(folder):
+            raise ValueError(
+                f"--search-layers={search_layers} is not allowed for {folder}: 1 to {layers_of(folder) - 1}"
+            )
+        of_layers = search_layers is not None or kept is not None
+        of_layers = of_layers or (start is not None and has_embeddings_of(start, folder))
         usual = OF_LAYERS if of_layers else Recipe()
         source = Source(folder, prompts, answers, own_prompts, samples, max_tokens, top_k)
         shape = Shape(hidden_size, num_layers, num_heads, intermediate_size)
@@ -128,7 +138,7 @@ def draft_command(
             {
                 **source.settings(),
                 "start": str(start and start.resolve()),
-                "layers": kept,
+                "layers": kept if search_layers is None else f"{search_layers} searched",
                 "shape": vars(shape),
             },
         )
@@ -137,6 +147,18 @@ def draft_command(
             given = source.answers(work, {"max_num_seqs": max_num_seqs, "dtype": dtype}, report, verbose)
             learnt, held_out = split(given, recipe)
             tokens = sum(len(answer.top_ids) for answer in learnt)
+            if search_layers is not None:
+                kept = found_layers(
+                    folder,
+                    learnt,
+                    search_layers,
+                    recipe,
+                    search_minutes,
+                    work,
+                    chosen_device(device),
+                    lambda line: say(errors, line),
+                )
+                say(console, f"layers {','.join(map(str, kept))} of {layers_of(folder)} are kept")
             if start is not None:
                 model = load_model(start, chosen_device(device))
                 model = keep_embeddings(model) if of_layers else model

@@ -35,7 +35,7 @@ from vllm_ext.proposers.layerskip import LayerSkip, LayerSkipOptions
 from vllm_ext.proposers.reading_cost import ReadingCost
 from vllm_ext.proposers.step_cost import StepCost
 from vllm_ext.proposers.tree import DraftTree, Int32
-from vllm_ext.proposers.unified_skip import UnifiedSkip, balanced
+from vllm_ext.proposers.unified_skip import UnifiedSkip, kept_layers
 
 REST = 7  # steps in which the budget is not asked again after it has said that nothing pays
 TOKENS_A_STEP = 2.0  # of a hybrid, believed: what a draft has to read is spread over an answer's steps
@@ -68,7 +68,7 @@ class ModelDrafts:
                 self._layers = loaded_layers(exits, num_layers, self._choice.max_drafted)
             self.passes = _exits(vllm_config, exits, options.heads)
         elif isinstance(proposer, UnifiedSkip):
-            self.passes = SkippedLayers(vllm_config, balanced(num_layers, options.speedup))
+            self.passes = SkippedLayers(vllm_config, kept_layers(options, num_layers))
         else:
             self.passes = passes_of(vllm_config, options, count)
         _hand_over(self.passes, proposer)

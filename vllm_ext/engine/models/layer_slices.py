@@ -20,6 +20,7 @@ from vllm_ext.engine.models import exit_heads
 from vllm_ext.proposers.base import Proposer
 from vllm_ext.proposers.dynamic_exit import DynamicExit
 from vllm_ext.proposers.layerskip import LayerSkip
+from vllm_ext.proposers.unified_skip import UnifiedSkipOptions, kept_layers
 
 ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 
@@ -47,6 +48,8 @@ def check(vllm_config: Any, method: str, proposer_class: type[Proposer], options
             f"speculative method {method!r} does not work with {problem}. Change it, or choose a method that "
             "needs only the model's output: `vllm-ext methods`."
         )
+    if isinstance(options, UnifiedSkipOptions):
+        kept_layers(options, model.get_total_num_hidden_layers())
     if not issubclass(proposer_class, LayerSkip | DynamicExit):
         return
     proposer = proposer_class(options)

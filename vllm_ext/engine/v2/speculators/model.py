@@ -29,7 +29,7 @@ from vllm_ext.proposers.draft_model import DraftModelOptions, DraftModelProposer
 from vllm_ext.proposers.eagle import EagleOptions
 from vllm_ext.proposers.layerskip import LayerSkip
 from vllm_ext.proposers.medusa import MedusaOptions
-from vllm_ext.proposers.unified_skip import UnifiedSkip, balanced
+from vllm_ext.proposers.unified_skip import UnifiedSkip, kept_layers
 
 READ_EVERY = 16  # of steps without drafts: the model then reads what they have put out, at once
 
@@ -203,7 +203,7 @@ def _passes(vllm_config: Any, proposer: DraftModelProposer, req_states: Any) -> 
         return SeparateOnDevice(vllm_config, options, req_states, backends.V2)
     num_layers = vllm_config.model_config.get_total_num_hidden_layers()
     if isinstance(proposer, UnifiedSkip):
-        kept, head = balanced(num_layers, options.speedup), None
+        kept, head = kept_layers(options, num_layers), None
         return SliceOnDevice(vllm_config, kept, head, req_states, backends.V2)
     assert isinstance(proposer, LayerSkip)
     (exit_layer,) = proposer.exits(num_layers)

@@ -26,6 +26,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from vllm_ext.kernels.learned_arrays import Learned, check_names
 from vllm_ext.kernels.user_paths import UserPath
+from vllm_ext.proposers.sure_text import EntropyRule
 from vllm_ext.proposers.tree import DraftTree, Float32, Int32
 
 # vLLM's rejection sampler verifies at most this many draft tokens of one request in one step.
@@ -58,10 +59,11 @@ class MethodOptions(BaseModel):
         "and draft models and heads hold their weights in 8 bits; bfloat16: likewise, but in 16; vllm: vLLM's own "
         "products",
     )
-    verify: Literal["exact", "typical"] = Field(
+    verify: Literal["exact", "typical", "entropy"] = Field(
         default="exact",
         description="exact: the answers are those without drafts; typical: lossy, on the V1 model runner: of requests "
-        "that sample without a seed drafts are kept that the target finds likely enough; a request may say otherwise",
+        "that sample without a seed drafts are kept that the target finds likely enough; entropy: lossy, likewise: of "
+        "requests without a seed what the draft model is sure of, where there is one; a request may say otherwise",
     )
     verify_threshold: float = Field(
         default=0.09,
@@ -74,6 +76,18 @@ class MethodOptions(BaseModel):
         default=None,
         gt=0.0,
         description="of typical; null: the square root of verify_threshold",
+    )
+    verify_entropy: float = Field(
+        default=1.0,
+        ge=0.0,
+        le=100.0,
+        description="of entropy: a drafted token is taken where the draft's mean entropy, in nats, is below this",
+    )
+    verify_window: int = Field(
+        default=5,
+        ge=1,
+        le=1024,
+        description="of entropy: how many tokens that is the mean of, the drafted one and those before it",
     )
     state_dir: UserPath | None = Field(
         default=None,
@@ -121,6 +135,8 @@ class Request:
     chain: bool = False  # a tree cannot be verified here: of one that branches only the best chain is used
     # A host proposer's tree may be drawn at random and say from what: it is verified by that, and cut by nothing drawn.
     may_draw: bool = False
+    # Its draft is a chain, and of that what the drafting model is sure of is taken; None: all is verified.
+    entropy_rule: EntropyRule | None = None
 
     @property
     def has_room(self) -> bool:
@@ -190,6 +206,8 @@ class Proposer(ABC):
     fuses: ClassVar[bool] = True
     # Options that it cannot have as a hybrid's drafter.
     only_alone: ClassVar[Sequence[str]] = ()
+    # Whether it has a model whose own text is an answer, so that `verify` may be `entropy`.
+    writes_text: ClassVar[bool] = False
     draws = True  # whether requests that sample may get drawn trees; not where these are fused with others
 
     @classmethod

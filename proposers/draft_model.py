@@ -11,18 +11,20 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Container, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Protocol
 
 import numpy as np
 from pydantic import Field, field_validator
 
-from vllm_ext.kernels.chance import RandomChance
+from vllm_ext.kernels.chance import Chance, RandomChance
 from vllm_ext.kernels.sparse import Float64, Int32, Sparse
 from vllm_ext.kernels.user_paths import UserPath
-from vllm_ext.proposers.base import MethodOptions, Proposer, Request, Sampling
+from vllm_ext.proposers.base import MethodOptions, Proposer, Request, Sampling, VerifiedRows
 from vllm_ext.proposers.likeliest_tree import LikeliestTree
 from vllm_ext.proposers.online import OnlineOptions
 from vllm_ext.proposers.sampled import ASKED_PER_NODE, ROOT, TreeBuilder, grow
+from vllm_ext.proposers.sure_text import SureChain, SureTexts
 from vllm_ext.proposers.tree import DraftTree, Float32
 
 if TYPE_CHECKING:
@@ -168,6 +170,7 @@ class DraftModelProposer(Proposer):
         self.passes = 0
         self.reached: dict[str, list[float]] = {}
         self.first: dict[str, Sparse] = {}  # by request, the draft's distribution after the root
+        self.sure_texts = SureTexts()
 
     @classmethod
     def from_options(cls, options: DraftModelOptions, vocab_size: int) -> DraftModelProposer:
@@ -191,6 +194,16 @@ class DraftModelProposer(Proposer):
         """The builder of a chain, for a request that can have nothing else; its nodes are chosen."""
         return LikeliestTree(num_nodes, max_depth, width=1)
 
+    def sure_chain(self, num_nodes: int, chance: Chance | None, sure: SureChain) -> TreeBuilder:
+        """The builder of a chain of which sure tokens are taken; of methods with ``writes_text``.
+
+        Args:
+            num_nodes: most nodes.
+            chance: draws them; None: the likeliest ones are taken.
+            sure: knows of each node whether it is sure, once it is there.
+        """
+        raise NotImplementedError
+
     def drawn_on_device(self, num_nodes: int) -> Growth:
         """What `drawn` builds, of a batch on the device; of methods with ``on_v2 = "device"``."""
         raise NotImplementedError
@@ -205,6 +218,7 @@ class DraftModelProposer(Proposer):
         """See `Proposer.propose`. A drawn tree is to be verified as it is, not cut by what it holds."""
         self.passes = 0
         self.reached, self.first = {}, {}
+        self.sure_texts.clear()
         asked = [request for request in requests if self.drafts(request)]
         if not asked:
             return [DraftTree.empty() for _ in requests]
@@ -224,6 +238,9 @@ class DraftModelProposer(Proposer):
                 )
                 for index, node in wanted:
                     places[index][node] = len(places[index]) - 1
+            for (index, _), log_q in zip(wanted, rows.log_q, strict=True):
+                if (sure := self.sure_texts.of(asked[index].request_id)) is not None:
+                    sure.see(log_q)
             return [
                 shaped(ids, log_q, asked[index].sampling)
                 for (index, _), ids, log_q in zip(wanted, *rows, strict=True)
@@ -232,14 +249,30 @@ class DraftModelProposer(Proposer):
         grow(builders, distributions, self.least_reach)
         self.reached = {r.request_id: b.reached for r, b in zip(asked, builders, strict=True)}
         self.first = {r.request_id: b.q[ROOT] for r, b in zip(asked, builders, strict=True) if ROOT in b.q}
-        trees = iter(builder.tree() for builder in builders)
+        trees = iter(self._finished(r, b) for r, b in zip(asked, builders, strict=True))
         return [next(trees) if self.drafts(request) else DraftTree.empty() for request in requests]
 
     def drafts(self, request: Request) -> bool:
         """Whether a request gets a tree."""
         return request.has_room and request.request_id not in self.blind
 
+    def _finished(self, request: Request, builder: TreeBuilder) -> DraftTree:
+        tree, sure = builder.tree(), self.sure_texts.of(request.request_id)
+        return tree if sure is None else replace(tree, sure=np.array(sure.sure[: len(tree)], np.bool_))
+
+    def observe(self, rows: VerifiedRows) -> None:
+        """See `Proposer.observe`."""
+        self.sure_texts.observe(rows.request_ids, rows.emitted)
+
+    def finish(self, request_id: str) -> None:
+        """See `Proposer.finish`."""
+        self.sure_texts.finish(request_id)
+
     def _builder(self, request: Request) -> TreeBuilder:
+        if request.entropy_rule is not None:
+            sampled = request.sampling.temperature > 0.0 and request.sampling.seed is None
+            sure = self.sure_texts.start(request.request_id, request.entropy_rule)
+            return self.sure_chain(min(self.limits(request)), self.chance if sampled else None, sure)
         build = self.drawn if self.draws and is_drawn(request) else self.chosen
         return (self.chained if request.chain else build)(*self.limits(request))
 

@@ -33,6 +33,8 @@ from vllm_ext.proposers.acceptance import Acceptance
 from vllm_ext.proposers.base import Request, VerifiedRows
 from vllm_ext.proposers.joint_tree import JointProposer
 from vllm_ext.proposers.sampled import ROOT, TreeBuilder, largest, widths
+from vllm_ext.proposers.specdec_pp import StoppedChain
+from vllm_ext.proposers.sure_text import SureChain
 
 if TYPE_CHECKING:
     from vllm_ext.proposers.sampled_device import Growth  # with torch
@@ -175,12 +177,14 @@ class DynamicTreeProposer(JointProposer):
 
     def observe(self, rows: VerifiedRows) -> None:
         """Judge the trees of the last `propose`, as far as they were verified."""
+        super().observe(rows)
         for name, start, end in zip(rows.request_ids, rows.row_start[:-1], rows.row_start[1:], strict=True):
             if (builder := self._drawn.pop(name, None)) is not None:
                 builder.judge(rows.accepted[start + 1 : end].tolist(), self.acceptance)
 
     def finish(self, request_id: str) -> None:
         """See `Proposer.finish`."""
+        super().finish(request_id)
         self._drawn.pop(request_id, None)
 
     def drawn(self, num_nodes: int, max_depth: int) -> TreeBuilder:
@@ -199,3 +203,8 @@ class DySpec(DynamicTreeProposer):
 
     summary: ClassVar[str] = "a draft model's tree, grown where the target likely agrees"
     paper: ClassVar[str] = "arXiv 2410.11744"
+    writes_text = True
+
+    def sure_chain(self, num_nodes: int, chance: Chance | None, sure: SureChain) -> TreeBuilder:
+        """See `DraftModelProposer.sure_chain`. It never stops by itself."""
+        return StoppedChain(num_nodes, sure.chance, 1.0, chance)

@@ -32,6 +32,7 @@ from vllm_ext.proposers.base import MAX_SPECULATIVE_TOKENS, MethodOptions, Reque
 from vllm_ext.proposers.calibration import Calibration
 from vllm_ext.proposers.draft_model import DraftModelOptions, DraftModelProposer
 from vllm_ext.proposers.sampled import ROOT, TreeBuilder
+from vllm_ext.proposers.sure_text import SureChain
 from vllm_ext.proposers.tree import DraftTree, SampledDrafts
 
 LEAST_NODES, MOST_NODES = 2, 20
@@ -117,6 +118,7 @@ class SpecDecPP(DraftModelProposer):
     summary: ClassVar[str] = "a draft model's chain, as long as no rejection is likely"
     paper: ClassVar[str] = "arXiv 2405.19715"
     Options: ClassVar[type[MethodOptions]] = SpecDecOptions
+    writes_text = True
     why_v1: ClassVar[str] = "decides token by token on the host whether its chain goes on"
 
     def __init__(self, options: SpecDecOptions) -> None:
@@ -133,23 +135,30 @@ class SpecDecPP(DraftModelProposer):
 
     def observe(self, rows: VerifiedRows) -> None:
         """See `Proposer.observe`."""
+        super().observe(rows)
         self.calibration.judge(rows.request_ids, rows.emitted)
 
     def drawn(self, num_nodes: int, max_depth: int) -> TreeBuilder:
         """See `DraftModelProposer.drawn`."""
-        return self._chain(min(num_nodes, max_depth), self.chance)
+        return self._chain(min(num_nodes, max_depth), self.chance, lambda predicted: predicted)
 
     def chosen(self, num_nodes: int, max_depth: int) -> TreeBuilder:
         """See `DraftModelProposer.chosen`."""
-        return self._chain(min(num_nodes, max_depth), None)
+        return self._chain(min(num_nodes, max_depth), None, lambda predicted: predicted)
 
     chained = chosen
 
-    def _chain(self, num_nodes: int, chance: Chance | None) -> StoppedChain:
+    def sure_chain(self, num_nodes: int, chance: Chance | None, sure: SureChain) -> TreeBuilder:
+        """See `DraftModelProposer.sure_chain`. No sure token makes the chain stop."""
+        return self._chain(num_nodes, chance, sure.chance)
+
+    def _chain(
+        self, num_nodes: int, chance: Chance | None, accepted: Callable[[float], float]
+    ) -> StoppedChain:
         estimates = self.calibration.estimates[CHOSEN if chance is None else DRAWN, :, 0]
         return StoppedChain(
             num_nodes,
-            lambda probability: float(estimates[bin_of(probability)]),
+            lambda probability: accepted(float(estimates[bin_of(probability)])),
             self.options.stop_threshold,
             chance,
         )
@@ -165,7 +174,8 @@ class SpecDecPP(DraftModelProposer):
         self._builders.clear()
         trees = super().propose(requests)
         for request, tree in zip(requests, trees, strict=True):
-            if len(tree):
+            # What is taken without asking the target says nothing of what it would accept.
+            if len(tree) and (tree.sure is None or not tree.sure.any()):
                 kind = CHOSEN if tree.drawn is None else DRAWN
                 bins = map(bin_of, self._builders[request.request_id].probabilities)
                 groups = np.array([kind * BINS + each for each in bins], np.uint8)
@@ -175,6 +185,7 @@ class SpecDecPP(DraftModelProposer):
 
     def finish(self, request_id: str) -> None:
         """See `Proposer.finish`."""
+        super().finish(request_id)
         self.calibration.forget(request_id)
 
     def state_dict(self) -> dict[str, Learned]:

@@ -72,6 +72,8 @@ class DraftTree:
     # [num_nodes] estimate of the chance that the node is accepted, with all its ancestors; descending
     probabilities: Float32
     drawn: SampledDrafts | None = None  # None: the nodes were chosen, by whatever rule
+    # bool [num_nodes] of a chain: which nodes are taken without asking the target (`sure_text`); None: none of them
+    sure: npt.NDArray[np.bool_] | None = None
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -174,7 +176,11 @@ class DraftTree:
         """
         num_nodes = max(num_nodes, 0)
         return DraftTree(
-            self.tokens[:num_nodes], self.parents[:num_nodes], self.probabilities[:num_nodes], self.drawn
+            self.tokens[:num_nodes],
+            self.parents[:num_nodes],
+            self.probabilities[:num_nodes],
+            self.drawn,
+            None if self.sure is None else self.sure[:num_nodes],
         )
 
     def where(self, kept: npt.NDArray[np.bool_]) -> DraftTree:

@@ -6,7 +6,7 @@ target goes on, below it the companion; after a change neither is left for ``dwe
 
 Source: "Entropy Adaptive Decoding", arXiv 2502.06833, section 3. There the large model rests while the small one
 writes, which saves what it costs; here both read every token, so that this is what the answer would be, not what it
-would cost.
+would cost. What saves passes of the large one is the verification `entropy` of drafts (`proposers.sure_text`).
 """
 
 from __future__ import annotations

@@ -115,6 +115,14 @@ def generate(llm: Any, inputs: list[list[int]], params: list[Any]) -> list[list[
     return [list(o.outputs[0].token_ids) for o in outputs]
 
 
+def counted(llm: Any, inputs: list[list[int]], params: list[Any]) -> tuple[list[list[int]], dict[str, int]]:
+    """Answers, and what the counters have grown by."""
+    (before,) = llm.collective_rpc("vllm_ext_counters")
+    found = generate(llm, inputs, params)
+    (after,) = llm.collective_rpc("vllm_ext_counters")
+    return found, {name: after[name] - before[name] for name in after}
+
+
 def preemptions(llm: Any) -> int:
     """How often requests were preempted so far."""
     (metric,) = [m for m in llm.get_metrics() if m.name == "vllm:num_preemptions"]

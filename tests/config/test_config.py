@@ -20,6 +20,8 @@ def test_defaults() -> None:
         "verify": "exact",
         "verify_threshold": 0.09,
         "verify_alpha": None,
+        "verify_entropy": 1.0,
+        "verify_window": 5,
         "state_dir": None,
         "state_interval_minutes": 10.0,
         "matrix_width": 8,

@@ -13,6 +13,8 @@ from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError
 
 from vllm_ext.config import request_options, speculative
+from vllm_ext.proposers.registry import METHODS, load_method
+from vllm_ext.proposers.sure_text import EntropyRule
 from vllm_ext.samplers.typical_acceptance import Typical
 
 OURS = {"vllm_ext": {"speculation": {"method": "token_recycling"}}}
@@ -96,7 +98,11 @@ def test_which_requests_are_lossy(given: Any, server: Any, sampling: Any, wanted
 @pytest.mark.parametrize(
     ("given", "more", "said"),
     [
-        ({"verify": "lossy"}, {}, "verify='lossy' is not allowed; allowed: 'exact' or 'typical' or null"),
+        (
+            {"verify": "lossy"},
+            {},
+            "verify='lossy' is not allowed; allowed: 'exact' or 'typical' or 'entropy' or null",
+        ),
         (
             {**TYPICAL, "verify_threshold": 0},
             {},
@@ -122,6 +128,86 @@ def test_which_requests_are_lossy(given: Any, server: Any, sampling: Any, wanted
 def test_a_lossy_verification_that_would_not_be_is_refused(given: Any, more: Any, said: str) -> None:
     with pytest.raises(VLLMValidationError, match=said):
         check(given, **more)
+
+
+ENTROPY = {"verify": "entropy"}
+DRAFTING = {"vllm_ext": {"speculation": {"method": "dyspec", "model": "self"}}}
+SURE = {"vllm_ext": {"speculation": {"method": "specdec_pp", "model": "self", **ENTROPY, "verify_window": 3}}}
+
+
+def entropy_rule(given: Any, server: Any, **sampling: Any) -> EntropyRule | None:
+    params = check(given, server, **sampling)
+    settings = speculative.from_vllm_config(SimpleNamespace(additional_config=server))
+    assert settings is not None
+    assert request_options.typical(settings.options, params) is None
+    return request_options.entropy_rule(settings.options, params)
+
+
+@pytest.mark.parametrize(
+    ("given", "server", "sampling", "wanted"),
+    [
+        (None, DRAFTING, {}, None),
+        ({"verify": "exact"}, DRAFTING, {}, None),
+        (ENTROPY, DRAFTING, {}, (1.0, 5)),
+        ({**ENTROPY, "verify_entropy": 0.0}, DRAFTING, {}, (0.0, 5)),
+        ({**ENTROPY, "verify_entropy": 2, "verify_window": 9}, DRAFTING, {}, (2.0, 9)),
+        (ENTROPY, DRAFTING, {"temperature": 0.0}, (1.0, 5)),
+        (None, SURE, {}, (1.0, 3)),
+        ({"verify_entropy": 0.5}, SURE, {}, (0.5, 3)),
+        ({"verify": "exact"}, SURE, {}, None),
+        (None, SURE, {"seed": 1}, None),
+    ],
+    ids=str,
+)
+def test_of_which_requests_a_drafts_text_is_taken(
+    given: Any, server: Any, sampling: Any, wanted: Any
+) -> None:
+    assert entropy_rule(given, server, **sampling) == wanted
+
+
+@pytest.mark.parametrize(
+    ("given", "server", "more", "said"),
+    [
+        (
+            ENTROPY,
+            OURS,
+            {},
+            "not allowed with method 'token_recycling'.*allowed with methods 'dyspec', 'specdec_pp'",
+        ),
+        ({**ENTROPY, "verify_entropy": -1}, DRAFTING, {}, "verify_entropy=-1 is not allowed"),
+        ({**ENTROPY, "verify_window": 0}, DRAFTING, {}, "verify_window=0 is not allowed"),
+        (
+            {**ENTROPY, "verify_alpha": 0.1},
+            DRAFTING,
+            {},
+            "verify_alpha=0.1 goes with verify='typical'.*'entropy'",
+        ),
+        ({"verify_entropy": 0.1}, DRAFTING, {}, "verify_entropy=0.1 goes with verify='entropy'.*exactly"),
+        (
+            {"verify": "exact", "verify_window": 2},
+            SURE,
+            {},
+            "verify_window=2 goes with verify='entropy'.*exactly",
+        ),
+        ({"verify_entropy": 0.1}, SURE, {"seed": 7}, "seed=7 does not go with verify_entropy"),
+        (ENTROPY, DRAFTING, {"seed": 7}, "seed=7 does not go with verify"),
+        (ENTROPY, DRAFTING, {"on_v2": True}, "verify='entropy' is not allowed here; allowed on vLLM's V2"),
+    ],
+)
+def test_a_drafts_text_that_would_not_be_taken_is_refused(
+    given: Any, server: Any, more: Any, said: str
+) -> None:
+    with pytest.raises(VLLMValidationError, match=said):
+        check(given, server, **more)
+
+
+@pytest.mark.parametrize("method", [name for name in METHODS if not load_method(name).writes_text])
+def test_servers_whose_method_writes_no_text_are_refused_by_name(method: str) -> None:
+    fields = load_method(method).Options.model_fields
+    required = {name: "folder" for name, field in fields.items() if field.is_required()}
+    given = {"method": method, **required, **load_method(method).tested_with, **ENTROPY}
+    with pytest.raises(ValueError, match=f"verify='entropy' is not allowed with method {method!r}"):
+        speculative.parse(given)
 
 
 def test_servers_without_a_method_take_what_they_took() -> None:

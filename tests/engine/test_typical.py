@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from conftest import engine
 from distribution import BLOCK_SIZE, SAMPLES, expected, least_p_value, p_value, sample
-from helpers import assert_same_outputs, generate, long_and_short_prompts, seen
+from helpers import assert_same_outputs, counted, generate, long_and_short_prompts, seen
 from slices import VOCABULARY
 from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError
@@ -43,14 +43,6 @@ def free(xargs: dict[str, Any] | None, **params: Any) -> SamplingParams:
     return SamplingParams(
         **{"temperature": 1.0, "max_tokens": 40, "ignore_eos": True, **params}, extra_args=xargs
     )
-
-
-def counted(llm: Any, inputs: Any, params: Any) -> tuple[list[list[int]], dict[str, int]]:
-    """Answers, and what the counters have grown by."""
-    (before,) = llm.collective_rpc("vllm_ext_counters")
-    found = generate(llm, inputs, params)
-    (after,) = llm.collective_rpc("vllm_ext_counters")
-    return found, {name: after[name] - before[name] for name in after}
 
 
 def test_neighbours_have_plains_tokens(plain_slice_llm: Any, recycling: Any) -> None:

@@ -12,11 +12,17 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from vllm_ext.config import speculative
 from vllm_ext.config.allowed import MOST_OTHERS, hint, nearest
 from vllm_ext.proposers.base import MethodOptions
+from vllm_ext.proposers.sure_text import EntropyRule
 from vllm_ext.samplers.messages import quoted
 from vllm_ext.samplers.typical_acceptance import Typical
 
 PREFIX = "speculation"
 LEAST_TEMPERATURE = 1e-5  # below it vLLM takes the argmax
+# By verification, the options that it alone reads.
+OF_RULE = {
+    "typical": ("verify_threshold", "verify_alpha"),
+    speculative.ENTROPY: ("verify_entropy", "verify_window"),
+}
 
 
 class RequestOptions(BaseModel):
@@ -30,10 +36,10 @@ class RequestOptions(BaseModel):
     speculation_max_nodes: int | None = Field(
         None, ge=0, description="most nodes of its trees, where the server's are larger; null: the server's"
     )
-    verify: Literal["exact", "typical"] | None = Field(
+    verify: Literal["exact", "typical", "entropy"] | None = Field(
         None,
-        description="exact: its answer is the one without drafts; typical: lossy, without a seed and on V1; null: the "
-        "server's",
+        description="exact: its answer is the one without drafts; typical, entropy: lossy, without a seed and on V1; "
+        "null: the server's",
     )
     verify_threshold: float | None = Field(
         None, gt=0.0, le=1.0, description="of typical, see the server's; null: the server's"
@@ -43,6 +49,10 @@ class RequestOptions(BaseModel):
         gt=0.0,
         description="likewise; null: the server's, or the square root of the threshold where it has none",
     )
+    verify_entropy: float | None = Field(
+        None, ge=0.0, le=100.0, description="of entropy, see the server's; null: the server's"
+    )
+    verify_window: int | None = Field(None, ge=1, le=1024, description="likewise")
 
 
 def most_nodes(params: Any) -> int | None:
@@ -68,10 +78,26 @@ def typical(options: MethodOptions, params: Any) -> Typical | None:
     if params is None or params.seed is not None or params.temperature < LEAST_TEMPERATURE:
         return None
     asked = _asked(params)
-    if (asked.verify or options.verify) == "exact":
+    if (asked.verify or options.verify) != "typical":
         return None
     threshold = asked.verify_threshold or options.verify_threshold
     return Typical(threshold, asked.verify_alpha or options.verify_alpha or threshold**0.5)
+
+
+def entropy_rule(options: MethodOptions, params: Any) -> EntropyRule | None:
+    """The rule by which a draft model's text is taken for a request; None: its drafts are verified.
+
+    So are those of requests with a seed. Greedy ones get the draft model's likeliest tokens.
+
+    Args:
+        options: of the server's method, which has a draft model.
+        params: as in `most_nodes`.
+    """
+    asked = _asked(params)
+    if (asked.verify or options.verify) != speculative.ENTROPY or params is None or params.seed is not None:
+        return None
+    threshold = options.verify_entropy if asked.verify_entropy is None else asked.verify_entropy
+    return EntropyRule(threshold, asked.verify_window or options.verify_window)
 
 
 def _asked(params: Any) -> RequestOptions:
@@ -91,25 +117,31 @@ def _check_verification(vllm_config: Any, asked: RequestOptions, params: Any) ->
     Raises:
         ValueError: naming what is in its way.
     """
-    said = [name for name in ("verify_threshold", "verify_alpha") if getattr(asked, name) is not None]
     settings = speculative.from_vllm_config(vllm_config)
     verify = asked.verify or (settings.options.verify if settings is not None else "exact")
-    if said and verify == "exact":
-        raise ValueError(
-            f"{said[0]}={getattr(asked, said[0])} goes with verify='typical', and drafts of this request are verified "
-            f"exactly. Say verify='typical', or leave {said[0]} out."
-        )
-    if asked.verify != "typical" and not said:
+    said = [
+        (rule, name) for rule, names in OF_RULE.items() for name in names if getattr(asked, name) is not None
+    ]
+    for rule, name in said:
+        if rule != verify:
+            how = "exactly" if verify == "exact" else f"by verify={verify!r}"
+            raise ValueError(
+                f"{name}={getattr(asked, name)} goes with verify={rule!r}, and drafts of this request are verified "
+                f"{how}. Say verify={rule!r}, or leave {name} out."
+            )
+    if asked.verify in (None, "exact") and not said:
         return
+    if verify == speculative.ENTROPY and settings is not None and not settings.proposer_class.writes_text:
+        raise ValueError(speculative.no_text(settings.method))
     if params.seed is not None:
         raise ValueError(
-            f"seed={params.seed} does not go with {said[0] if said else 'verify'}: what is drafted differs from run to "
-            "run, and a lossy answer with it. Leave the seed out, or say verify='exact'."
+            f"seed={params.seed} does not go with {said[0][1] if said else 'verify'}: what is drafted differs from run "
+            "to run, and a lossy answer with it. Leave the seed out, or say verify='exact'."
         )
     if vllm_config.use_v2_model_runner:
         raise ValueError(
-            "verify='typical' is not allowed here; allowed on vLLM's V2 model runner: 'exact'. Serve with "
-            "VLLM_USE_V2_MODEL_RUNNER=0 or with verify='typical' in --speculative-config, which take V1."
+            f"verify={verify!r} is not allowed here; allowed on vLLM's V2 model runner: 'exact'. Serve with "
+            f"VLLM_USE_V2_MODEL_RUNNER=0 or with verify={verify!r} in --speculative-config, which take V1."
         )
 
 

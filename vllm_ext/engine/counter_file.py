@@ -34,6 +34,7 @@ DOCUMENTATION = {
     "spec_draft_tokens": "Draft tokens (tree nodes) verified by the target.",
     "spec_accepted_tokens": "Draft tokens accepted.",
     "spec_emitted_tokens": "Tokens emitted, accepted drafts and the target's own.",
+    "spec_entropy_tokens": "Of the accepted, draft tokens taken because the draft model was sure, which is lossy.",
     "spec_typical_tokens": "Of the accepted, draft tokens kept by typical acceptance, which is lossy.",
     "spec_steps": "Steps of a request that emitted tokens; emitted / steps is tokens per step.",
     "spec_draft_passes": "Forward passes of a draft model, heads or an exit, each of a whole batch (V1 runner).",

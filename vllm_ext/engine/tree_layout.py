@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from vllm_ext.proposers.base import VerifiedRows, no_top
 from vllm_ext.proposers.tree import DraftTree, Float32, Int32, SampledDrafts, num_ancestors
@@ -33,6 +34,8 @@ class StepTrees:
     ]  # batch indices of the requests all of whose query rows are verified: no prompt among them
     # By batch index, what the verifier of a tree must know that was drawn. Row r + 1 is its node r.
     drawn: dict[int, SampledDrafts] = field(default_factory=dict)
+    # By batch index, bool [num_nodes] of a chain: see `DraftTree.sure`. Those of which some are.
+    sure: dict[int, npt.NDArray[np.bool_]] = field(default_factory=dict)
     accepted: list[list[int]] = field(default_factory=list)  # [num_requests] offsets of the accepted rows
 
     @classmethod
@@ -67,7 +70,7 @@ class StepTrees:
         offset = offsets(num_rows)
         parents = offset - 1
         branching = []
-        drawn = {}
+        drawn, sure = {}, {}
         for index, request_id in enumerate(request_ids):
             tree = proposed.get(request_id)
             if tree is None or num_rows[index] == 1:
@@ -84,6 +87,8 @@ class StepTrees:
                     branching.append(index)
                 if cut.drawn is not None:
                     drawn[index] = cut.drawn
+                if cut.sure is not None and cut.sure.any():
+                    sure[index] = cut.sure
         return cls(
             row_start=row_start,
             tokens=input_ids[np.repeat(query_row, num_rows) + offset],
@@ -92,6 +97,7 @@ class StepTrees:
             context=num_computed + num_scheduled - num_rows,
             branching=branching,
             drawn=drawn,
+            sure=sure,
             decoding=np.flatnonzero(num_scheduled == num_rows).tolist(),
         )
 

@@ -127,6 +127,7 @@ def params(**values: Any) -> SimpleNamespace:
         "min_p": 0.0,
         "seed": None,
         "max_tokens": 100,
+        "extra_args": None,
     }
     default |= {"eos_token_id": 2, "stop_token_ids": [], "structured_outputs": None}
     return SimpleNamespace(**{**default, **values})
@@ -240,6 +241,7 @@ def test_rows_of_a_mixed_batch(drafter: Drafter, recorder: Recorder) -> None:
         "spec_draft_tokens": 2,
         "spec_accepted_tokens": 1,
         "spec_emitted_tokens": 3,
+        "spec_entropy_tokens": 0,
         "spec_typical_tokens": 0,
         "spec_steps": 2,
         "spec_draft_passes": 0,

@@ -8,9 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from vllm_ext.config import kv_cache, request_options
+from vllm_ext.config import kv_cache, request_options, speculative
 from vllm_ext.engine import sampling_params
 from vllm_ext.proposers.base import Request, Sampling
+from vllm_ext.proposers.sure_text import EntropyRule
 from vllm_ext.proposers.tree import Int32
 
 
@@ -25,6 +26,7 @@ def drafted_for(
     chain: bool,
     most_depth: int | None = None,
     may_draw: bool = False,
+    entropy_rule: EntropyRule | None = None,
 ) -> Request:
     """A request at the moment it is drafted for.
 
@@ -38,6 +40,7 @@ def drafted_for(
         chain: a tree cannot be verified for it.
         most_depth: of a node that can be, where that is not all there is room for.
         may_draw: see `Request`.
+        entropy_rule: likewise.
     """
     # A step that accepts n drafts puts out n + 1 tokens.
     max_depth = max(left - 1, 0)
@@ -52,6 +55,7 @@ def drafted_for(
         sampling=sampling,
         chain=chain,
         may_draw=may_draw,
+        entropy_rule=entropy_rule,
     )
 
 
@@ -69,6 +73,9 @@ class BatchTexts:
         # By batch index, tokens and nodes that whoever asks a model for nodes has slots for; None: nobody does.
         self.room_of: Callable[[int], int] | None = None
         encoded = kv_cache.from_config(vllm_config) is not None
+        settings = speculative.from_vllm_config(vllm_config)
+        assert settings is not None
+        self._options = settings.options
         self._encoded_block: int | None = vllm_config.cache_config.block_size if encoded else None
 
     def request(
@@ -119,6 +126,7 @@ class BatchTexts:
             nodes=min(nodes, max(room - num_tokens, 0) // self._per_node),
             chain=chain,
             may_draw=may_draw,
+            entropy_rule=request_options.entropy_rule(self._options, params),
         )
 
 

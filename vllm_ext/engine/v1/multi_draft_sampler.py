@@ -3,8 +3,8 @@
 
 The stock ``Sampler`` does all it does to a row's logits: penalties, masks, temperature, min-p, top-k and top-p. What is
 left is the target's distribution ``p``, and instead of the last draw from it comes the rule that fits how the
-row's children were drawn from a draft model or a table, or typical acceptance where it was asked for. Rows without
-children, and all other requests' rows, are drawn as ever.
+row's children were drawn from a draft model or a table, or a lossy one where it was asked for. Rows without children,
+and all other requests' rows, are drawn as ever. Greedy requests have no last draw: there the argmax is replaced.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ import numpy as np
 import torch
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 
+from vllm_ext.engine.lossy.entropy import EntropyStep
+from vllm_ext.engine.lossy.typical import TypicalStep
 from vllm_ext.engine.tree_layout import StepTrees
-from vllm_ext.engine.v1.typical_verifier import TypicalStep
 from vllm_ext.kernels.chance import RandomChance
 from vllm_ext.kernels.sparse import Float64
 from vllm_ext.samplers import k_seq, recursive_rejection
@@ -36,10 +37,17 @@ class MultiDraftSampler:
         self._sampler = copy.copy(sampler)
         self._sampler._modules = dict(sampler._modules)
         self._sampler.topk_topp_sampler = _LastDraw(sampler.topk_topp_sampler, self)
+        self._sampler.greedy_sample = self._greedy
+        self._stock_greedy = sampler.greedy_sample
         self._chance = RandomChance(noise)
-        self.trees: StepTrees  # of the step; set by its owner
-        self.typical: TypicalStep | None = None  # likewise
+        self.trees: StepTrees  # of the step
+        self.typical: TypicalStep | None = None
+        self.entropy: EntropyStep | None = None
         self._visited: list[tuple[int, int]] = []  # request and row of each row of logits of the next call
+
+    def step(self, trees: StepTrees, typical: TypicalStep | None, entropy: EntropyStep | None) -> None:
+        """The next calls are of this step's rows."""
+        self.trees, self.typical, self.entropy = trees, typical, entropy
 
     def at(self, requests: Sequence[int], rows: Sequence[int]) -> None:
         """Which rows the next call samples."""
@@ -61,6 +69,17 @@ class MultiDraftSampler:
     def typical_tokens(self, logits: torch.Tensor) -> dict[int, int]:
         """By row of logits, the child that is kept without a draw."""
         return {} if self.typical is None else self.typical.choose(self._visited, logits)
+
+    def sure_tokens(self, logits: torch.Tensor, *, greedy: bool = False) -> dict[int, int]:
+        """By row of logits, the child that is taken because the draft model is sure of it."""
+        return {} if self.entropy is None else self.entropy.choose(self._visited, logits, greedy=greedy)
+
+    def _greedy(self, logits: torch.Tensor) -> torch.Tensor:
+        """Instead of vLLM's ``greedy_sample``: of a batch some of whose requests are greedy, all rows."""
+        tokens: torch.Tensor = self._stock_greedy(logits)
+        for place, token in self.sure_tokens(logits, greedy=True).items():
+            tokens[place] = token
+        return tokens
 
     def choose(self, place: int, request: int, below: list[int], p: Float64) -> int:
         """The next token after one row."""
@@ -85,8 +104,9 @@ class _LastDraw(torch.nn.Module):
 
     def forward(self, logits: torch.Tensor, generators: Any, k: Any, p: Any) -> Any:
         (owner,) = self._owner
-        children = owner.children()
-        if not children and owner.typical is None:
+        sure = owner.sure_tokens(logits)  # before they are written to
+        children = {place: child for place, child in owner.children().items() if place not in sure}
+        if not children and not sure and owner.typical is None:
             return self._stock(logits, generators, k, p)
         logits = apply_top_k_top_p(logits, k, p)
         places = list(children)
@@ -96,6 +116,6 @@ class _LastDraw(torch.nn.Module):
         tokens, kept = self._stock(logits, generators, None, None)
         for row, (place, (request, below)) in zip(target, children.items(), strict=True):
             tokens[place] = owner.choose(place, request, below, row)
-        for place, token in typical.items():
+        for place, token in (typical | sure).items():
             tokens[place] = token
         return tokens, kept

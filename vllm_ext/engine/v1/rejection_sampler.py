@@ -18,12 +18,13 @@ import torch
 from vllm.v1.outputs import LogprobsTensors, SamplerOutput
 from vllm.v1.sample.rejection_sampler import PLACEHOLDER_TOKEN_ID, RejectionSampler
 
+from vllm_ext.engine.lossy.entropy import EntropyStep
+from vllm_ext.engine.lossy.typical import TypicalRequests, TypicalStep
 from vllm_ext.engine.structured_output.grammar import Masks
 from vllm_ext.engine.tree_layout import StepTrees
 from vllm_ext.engine.v1.logits_processor import deferrals
 from vllm_ext.engine.v1.multi_draft_sampler import MultiDraftSampler
 from vllm_ext.engine.v1.row_states import RowStates, has_thinking_budget, is_idle
-from vllm_ext.engine.v1.typical_verifier import TypicalRequests, TypicalStep
 from vllm_ext.samplers.tree_walk import greedy_walk, walk
 
 DEFERRED = -2  # instead of a token that a rule has put off; no draft is that
@@ -56,9 +57,10 @@ class TreeSampler(RejectionSampler):  # type: ignore[misc]  # vLLM is untyped to
             return self._without_drafts(trees, logits, sampling_metadata)
         for _, pair in self.runner.pairs:
             trees.drawn.pop(pair, None)
+            trees.sure.pop(pair, None)
         logprobs = None
         masks = self.runner.drafter.constraints.masks(self.runner, trees)
-        if _is_plain_greedy(sampling_metadata):
+        if not trees.sure and _is_plain_greedy(sampling_metadata):
             choice = self.runner.greedy_choice
             if choice is None:
                 choice = self.sampler.greedy_sample(logits.to(torch.float32)).cpu().numpy()
@@ -70,7 +72,9 @@ class TreeSampler(RejectionSampler):  # type: ignore[misc]  # vLLM is untyped to
         else:
             tokens = self._acceptable(trees, sampling_metadata)
             typical = self._typical_step(trees, tokens, logits, sampling_metadata)
-            sampler = self._verifier(trees, typical) if trees.drawn or typical else self.sampler
+            entropy = self._entropy_step(trees, tokens, logits)
+            own = trees.drawn or typical or entropy
+            sampler = self._verifier(trees, typical, entropy) if own else self.sampler
             rounds = _Rounds(
                 self.runner, sampler, logits, trees.row_start, sampling_metadata, masks, self.row_states
             )
@@ -82,6 +86,8 @@ class TreeSampler(RejectionSampler):  # type: ignore[misc]  # vLLM is untyped to
                 emitted = [tokens[:-1] if tokens[-1] == DEFERRED else tokens for tokens in emitted]
             if typical is not None:
                 self.runner.drafter.count("spec_typical_tokens", typical.num_kept)
+            if entropy is not None:
+                self.runner.drafter.count("spec_entropy_tokens", entropy.num_kept)
             logprobs = rounds.logprobs(max(1, *map(len, emitted)))
         if masks is not None:
             masks.close()
@@ -114,6 +120,7 @@ class TreeSampler(RejectionSampler):  # type: ignore[misc]  # vLLM is untyped to
         for request in single:
             tokens[trees.rows(request)] = PLACEHOLDER_TOKEN_ID  # nothing matches
             trees.drawn.pop(request, None)
+            trees.sure.pop(request, None)
         return tokens
 
     def _typical_step(
@@ -125,14 +132,22 @@ class TreeSampler(RejectionSampler):  # type: ignore[misc]  # vLLM is untyped to
             trees.drawn.pop(request, None)
         return TypicalStep(rules, trees, tokens, logits, metadata.temperature) if rules else None
 
-    def _verifier(self, trees: StepTrees, typical: TypicalStep | None) -> MultiDraftSampler:
-        """The stock sampler, but for rows with children that were drawn, or that may be typical."""
+    def _entropy_step(self, trees: StepTrees, tokens: Any, logits: torch.Tensor) -> EntropyStep | None:
+        """Of the requests for which some of what the draft model says is taken."""
+        if not trees.sure:
+            return None
+        return EntropyStep(trees, tokens, logits, self.runner.input_batch.temperature_cpu)
+
+    def _verifier(
+        self, trees: StepTrees, typical: TypicalStep | None, entropy: EntropyStep | None
+    ) -> MultiDraftSampler:
+        """The stock sampler, but for rows with children that were drawn, or that a lossy verification may keep."""
         if self._multi_draft_sampler is None:
             seed = self.runner.model_config.seed
             self._multi_draft_sampler = MultiDraftSampler(
                 self.sampler, np.random.default_rng([VERIFICATION, seed])
             )
-        self._multi_draft_sampler.trees, self._multi_draft_sampler.typical = trees, typical
+        self._multi_draft_sampler.step(trees, typical, entropy)
         return self._multi_draft_sampler
 
 

@@ -11,8 +11,8 @@ import torch
 
 pytest.importorskip("vllm")
 
+from vllm_ext.engine.lossy.typical import TypicalStep
 from vllm_ext.engine.tree_layout import StepTrees
-from vllm_ext.engine.v1.typical_verifier import TypicalStep
 from vllm_ext.samplers.typical_acceptance import Typical
 
 VOCAB = 8

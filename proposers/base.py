@@ -26,6 +26,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from vllm_ext.kernels.learned_arrays import Learned, check_names
 from vllm_ext.kernels.user_paths import UserPath
+from vllm_ext.proposers.reflection import ReflectionRule
 from vllm_ext.proposers.sure_text import EntropyRule
 from vllm_ext.proposers.tree import DraftTree, Float32, Int32
 
@@ -59,11 +60,12 @@ class MethodOptions(BaseModel):
         "and draft models and heads hold their weights in 8 bits; bfloat16: likewise, but in 16; vllm: vLLM's own "
         "products",
     )
-    verify: Literal["exact", "typical", "entropy"] = Field(
+    verify: Literal["exact", "typical", "entropy", "reflective"] = Field(
         default="exact",
         description="exact: the answers are those without drafts; typical: lossy, on the V1 model runner: of requests "
         "that sample without a seed drafts are kept that the target finds likely enough; entropy: lossy, likewise: of "
-        "requests without a seed what the draft model is sure of, where there is one; a request may say otherwise",
+        "requests without a seed what the draft model is sure of, where there is one; reflective: lossy, likewise: a "
+        "draft model's chain is read twice; a request may say otherwise",
     )
     verify_threshold: float = Field(
         default=0.09,
@@ -88,6 +90,18 @@ class MethodOptions(BaseModel):
         ge=1,
         le=1024,
         description="of entropy: how many tokens that is the mean of, the drafted one and those before it",
+    )
+    verify_weight: float = Field(
+        default=0.3,
+        ge=0.0,
+        le=1.0,
+        description="of reflective: how much what the target says of the second copy counts; 0 is exact",
+    )
+    verify_prompt: str = Field(
+        default=" Wait, is that right? Again:",
+        min_length=1,
+        max_length=1024,
+        description="of reflective: text between the copies; num_speculative_tokens holds it and two copies",
     )
     state_dir: UserPath | None = Field(
         default=None,
@@ -137,6 +151,8 @@ class Request:
     may_draw: bool = False
     # Its draft is a chain, and of that what the drafting model is sure of is taken; None: all is verified.
     entropy_rule: EntropyRule | None = None
+    # Its draft is a chain that the target reads twice, for which the step has room.
+    reflection: ReflectionRule | None = None
 
     @property
     def has_room(self) -> bool:

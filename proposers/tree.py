@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -58,6 +59,13 @@ class SampledDrafts:
     drafts: Int32 | None = None
 
 
+class ReadAgain(NamedTuple):
+    """Of a chain whose last nodes are scratch: what they are for (`reflection`)."""
+
+    num_drafts: int  # the nodes before them
+    weight: float  # of what the target says of their second copy, which the last nodes are
+
+
 @dataclass(frozen=True, slots=True)
 class DraftTree:
     """Draft nodes below the root (the last committed token, which is not a node).
@@ -74,6 +82,7 @@ class DraftTree:
     drawn: SampledDrafts | None = None  # None: the nodes were chosen, by whatever rule
     # bool [num_nodes] of a chain: which nodes are taken without asking the target (`sure_text`); None: none of them
     sure: npt.NDArray[np.bool_] | None = None
+    again: ReadAgain | None = None  # None: all nodes are drafts
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -181,6 +190,7 @@ class DraftTree:
             self.probabilities[:num_nodes],
             self.drawn,
             None if self.sure is None else self.sure[:num_nodes],
+            self.again,
         )
 
     def where(self, kept: npt.NDArray[np.bool_]) -> DraftTree:

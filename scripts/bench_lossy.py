@@ -6,11 +6,11 @@
         --method hybrid --verify exact 0.25 0.09 0.01
 
 An engine for each verification, so that no table has learnt an answer before; a number is a ``verify_threshold`` of
-typical acceptance, ``entropy:NATS`` a ``verify_entropy``. With
+typical acceptance, ``entropy:NATS`` a ``verify_entropy``, ``reflective:WEIGHT`` a ``verify_weight``. With
 ``--one-engine`` requests ask for it instead, which is right for methods that learn nothing of answers: draft models.
 Then ``plain`` is without drafts, and of greedy answers it is counted how many are the same as those of ``plain``, if
 that comes first. No figure depends on a clock. Log p is the mean over an answer's tokens of their log-probability under
-the target at the request's temperature: answers that follow the target's law have
+the target at the request's temperature, of ``reflective`` under its mixture: answers that follow the target's law have
 minus its entropy. Behind ± stand standard errors over problems, of tokens a step over those asked together; of right
 answers, 95 % by Wilson.
 """
@@ -34,7 +34,7 @@ from bench_samples import keep
 from vllm_ext.demo import embedded_model
 
 EXACT, PLAIN = "exact", "plain"
-OPTION = {"entropy": "verify_entropy"}
+OPTION = {"entropy": "verify_entropy", "reflective": "verify_weight"}
 NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 ASKED = (
     "samples",
@@ -210,7 +210,7 @@ def main() -> None:
         "--verify",
         nargs="+",
         default=[EXACT, "0.25", "0.09", "0.01"],
-        help="exact, thresholds of typical acceptance, entropy:NATS; with --one-engine plain",
+        help="exact, thresholds of typical acceptance, entropy:NATS or reflective:WEIGHT; with --one-engine plain",
     )
     parser.add_argument(
         "--one-engine", action="store_true", help="for all rows: what is kept is asked for by requests"

@@ -69,6 +69,7 @@ OPTIONS = (
         "no: V2 verifies on the device, exactly; requests that ask for it get 400",
     ),
     ("`verify`: `entropy`", "test_entropy", "no: likewise"),
+    ("`verify`: `reflective`", "test_reflective", "no: likewise"),
     ("recurrent layers (Mamba-2, gated delta nets)", "test_zoo", "test_v2_recurrent"),
     ("tensor parallelism", "test_tensor_parallel", "no test: the interpreter runs in one process"),
 )

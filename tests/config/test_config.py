@@ -22,6 +22,8 @@ def test_defaults() -> None:
         "verify_alpha": None,
         "verify_entropy": 1.0,
         "verify_window": 5,
+        "verify_weight": 0.3,
+        "verify_prompt": " Wait, is that right? Again:",
         "state_dir": None,
         "state_interval_minutes": 10.0,
         "matrix_width": 8,

@@ -11,6 +11,7 @@ import pytest
 pytest.importorskip("vllm")
 from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError
+from vllm.sampling_params import StructuredOutputsParams
 
 from vllm_ext.config import request_options, speculative
 from vllm_ext.proposers.registry import METHODS, load_method
@@ -101,7 +102,7 @@ def test_which_requests_are_lossy(given: Any, server: Any, sampling: Any, wanted
         (
             {"verify": "lossy"},
             {},
-            "verify='lossy' is not allowed; allowed: 'exact' or 'typical' or 'entropy' or null",
+            "verify='lossy' is not allowed; allowed: 'exact' or 'typical' or 'entropy' or 'reflective' or null",
         ),
         (
             {**TYPICAL, "verify_threshold": 0},
@@ -197,6 +198,61 @@ def test_of_which_requests_a_drafts_text_is_taken(
 def test_a_drafts_text_that_would_not_be_taken_is_refused(
     given: Any, server: Any, more: Any, said: str
 ) -> None:
+    with pytest.raises(VLLMValidationError, match=said):
+        check(given, server, **more)
+
+
+REFLECTIVE = {"verify": "reflective"}
+TWICE = {
+    "vllm_ext": {"speculation": {"method": "dyspec", "model": "self", **REFLECTIVE, "verify_weight": 0.5}}
+}
+STRUCTURED = {"structured_outputs": StructuredOutputsParams(regex="a")}
+
+
+@pytest.mark.parametrize(
+    ("given", "server", "sampling", "wanted"),
+    [
+        (None, DRAFTING, {}, None),
+        (REFLECTIVE, DRAFTING, {}, 0.3),
+        ({**REFLECTIVE, "verify_weight": 0}, DRAFTING, {}, 0.0),
+        (None, TWICE, {"temperature": 0.0}, 0.5),
+        ({"verify_weight": 1.0}, TWICE, {}, 1.0),
+        ({"verify": "entropy"}, TWICE, {}, None),
+        ({"verify": "exact"}, TWICE, {}, None),
+        (None, TWICE, {"seed": 1}, None),
+    ],
+    ids=str,
+)
+def test_which_drafts_are_read_twice(given: Any, server: Any, sampling: Any, wanted: Any) -> None:
+    params = check(given, server, **sampling)
+    settings = speculative.from_vllm_config(SimpleNamespace(additional_config=server))
+    assert settings is not None
+    assert request_options.reflection_weight(settings.options, params) == wanted
+
+
+def test_of_a_server_that_reads_twice_structured_requests_are_read_once() -> None:
+    settings = speculative.from_vllm_config(SimpleNamespace(additional_config=TWICE))
+    assert settings is not None
+    assert request_options.reflection_weight(settings.options, check(None, TWICE, **STRUCTURED)) is None
+
+
+@pytest.mark.parametrize(
+    ("given", "server", "more", "said"),
+    [
+        (REFLECTIVE, OURS, {}, "verify='reflective' is not allowed with method 'token_recycling'"),
+        ({**REFLECTIVE, "verify_weight": 1.5}, DRAFTING, {}, "verify_weight=1.5 is not allowed"),
+        ({"verify_weight": 0.5}, DRAFTING, {}, "verify_weight=0.5 goes with verify='reflective'"),
+        (REFLECTIVE, DRAFTING, {"seed": 7}, "seed=7 does not go with verify"),
+        (REFLECTIVE, DRAFTING, STRUCTURED, "does not go with structured_outputs"),
+        (
+            REFLECTIVE,
+            DRAFTING,
+            {"on_v2": True},
+            "verify='reflective' is not allowed here; allowed on vLLM's V2",
+        ),
+    ],
+)
+def test_a_second_reading_that_would_not_be_is_refused(given: Any, server: Any, more: Any, said: str) -> None:
     with pytest.raises(VLLMValidationError, match=said):
         check(given, server, **more)
 

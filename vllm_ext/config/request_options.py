@@ -22,6 +22,7 @@ LEAST_TEMPERATURE = 1e-5  # below it vLLM takes the argmax
 OF_RULE = {
     "typical": ("verify_threshold", "verify_alpha"),
     speculative.ENTROPY: ("verify_entropy", "verify_window"),
+    speculative.REFLECTIVE: ("verify_weight",),
 }
 
 
@@ -36,10 +37,10 @@ class RequestOptions(BaseModel):
     speculation_max_nodes: int | None = Field(
         None, ge=0, description="most nodes of its trees, where the server's are larger; null: the server's"
     )
-    verify: Literal["exact", "typical", "entropy"] | None = Field(
+    verify: Literal["exact", "typical", "entropy", "reflective"] | None = Field(
         None,
-        description="exact: its answer is the one without drafts; typical, entropy: lossy, without a seed and on V1; "
-        "null: the server's",
+        description="exact: its answer is the one without drafts; typical, entropy, reflective: lossy, without a "
+        "seed and on V1; null: the server's",
     )
     verify_threshold: float | None = Field(
         None, gt=0.0, le=1.0, description="of typical, see the server's; null: the server's"
@@ -53,6 +54,7 @@ class RequestOptions(BaseModel):
         None, ge=0.0, le=100.0, description="of entropy, see the server's; null: the server's"
     )
     verify_window: int | None = Field(None, ge=1, le=1024, description="likewise")
+    verify_weight: float | None = Field(None, ge=0.0, le=1.0, description="of reflective, likewise")
 
 
 def most_nodes(params: Any) -> int | None:
@@ -100,6 +102,23 @@ def entropy_rule(options: MethodOptions, params: Any) -> EntropyRule | None:
     return EntropyRule(threshold, asked.verify_window or options.verify_window)
 
 
+def reflection_weight(options: MethodOptions, params: Any) -> float | None:
+    """How much the second judgement of a request's drafts counts; None: they are judged once.
+
+    So are those of requests with a seed or with structured output, whose grammar the second copy would break.
+
+    Args:
+        options: as in `entropy_rule`.
+        params: as in `most_nodes`.
+    """
+    asked = _asked(params)
+    if (asked.verify or options.verify) != speculative.REFLECTIVE or params is None:
+        return None
+    if params.seed is not None or params.structured_outputs is not None:
+        return None
+    return options.verify_weight if asked.verify_weight is None else asked.verify_weight
+
+
 def _asked(params: Any) -> RequestOptions:
     given = None if params is None else params.extra_args
     said = {key: given[key] for key in RequestOptions.model_fields if key in given} if given else {}
@@ -131,8 +150,13 @@ def _check_verification(vllm_config: Any, asked: RequestOptions, params: Any) ->
             )
     if asked.verify in (None, "exact") and not said:
         return
-    if verify == speculative.ENTROPY and settings is not None and not settings.proposer_class.writes_text:
-        raise ValueError(speculative.no_text(settings.method))
+    if settings is not None:
+        speculative.check_text(settings.with_options(verify=verify))
+    if verify == speculative.REFLECTIVE and params.structured_outputs is not None:
+        raise ValueError(
+            "verify='reflective' does not go with structured_outputs: the grammar ends with the first copy of a draft. "
+            "Leave one of the two out."
+        )
     if params.seed is not None:
         raise ValueError(
             f"seed={params.seed} does not go with {said[0][1] if said else 'verify'}: what is drafted differs from run "

@@ -21,7 +21,7 @@ from vllm_ext.samplers.messages import MOST_QUOTED, quoted
 ADDITIONAL_CONFIG_KEY = "vllm_ext"
 # Keys under that; the first is ours alone to write.
 SPECULATION, RULES, KV, STRUCTURED_OUTPUTS = "speculation", "rules", "kv", "structured_outputs"
-ENTROPY = "entropy"  # of `verify`
+ENTROPY, REFLECTIVE = "entropy", "reflective"  # of `verify`
 FIELD = f'additional_config["{ADDITIONAL_CONFIG_KEY}"]'
 MOST_PROBLEMS = 8  # in a message
 # Keys of vLLM's own methods, and what ours have in their place.
@@ -41,7 +41,7 @@ VLLMS_KEYS = {
     "suffix_decoding_max_cached_requests": "memory_mb of method suffix_tree is the like. Leave it out",
     "speculative_token_tree": "trees take the form that pays, up to num_speculative_tokens nodes. Leave it out",
     "rejection_sample_method": "verify='exact', the default, samples as vLLM does without speculation; "
-    "verify='typical' and 'entropy' are lossy. Leave it out",
+    "verify='typical', 'entropy' and 'reflective' are lossy. Leave it out",
     "online": "methods with a draft model learn so: dyspec, rsd_c, rsd_s, spectr, static_tree. Leave it out",
     "draft_sample_method": "the method says how it draws. Leave it out",
 }
@@ -104,17 +104,24 @@ def parse(speculative_config: Mapping[str, Any]) -> Settings:
             f"speculative_config for method {method!r}: {explained} "
             "Correct or remove it in --speculative-config; `vllm-ext methods NAME` explains each option."
         ) from None
-    if options.verify == ENTROPY and not proposer_class.writes_text:
-        raise ValueError(f"speculative_config for method {method!r}: {no_text(method)}")
-    return Settings(method, options)
+    settings = Settings(method, options)
+    check_text(settings, f"speculative_config for method {method!r}: ")
+    return settings
 
 
-def no_text(method: str) -> str:
-    """Why a method's drafts cannot be verified by entropy."""
+def check_text(settings: Settings, before: str = "") -> None:
+    """Refuse a verification for which a method has no text of a draft model.
+
+    Raises:
+        ValueError: with this before what is in the way.
+    """
+    if settings.options.verify not in (ENTROPY, REFLECTIVE) or settings.proposer_class.writes_text:
+        return
     able = ", ".join(repr(name) for name in METHODS if load_method(name).writes_text)
-    return (
-        f"verify={ENTROPY!r} is not allowed with method {method!r}, which has no draft model whose own text could be "
-        f"the answer; allowed with methods {able}. Take one of these, or verify='typical'."
+    raise ValueError(
+        f"{before}verify={settings.options.verify!r} is not allowed with method {settings.method!r}, which has no "
+        f"draft model whose own text could be the answer; allowed with methods {able}. Take one of these, or "
+        "verify='typical'."
     )
 
 

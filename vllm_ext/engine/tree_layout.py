@@ -16,7 +16,9 @@ import numpy as np
 import numpy.typing as npt
 
 from vllm_ext.proposers.base import VerifiedRows, no_top
-from vllm_ext.proposers.tree import DraftTree, Float32, Int32, SampledDrafts, num_ancestors
+from vllm_ext.proposers.tree import DraftTree, Float32, Int32, ReadAgain, SampledDrafts, num_ancestors
+
+NO_TOKEN = -1  # of rows that are no drafts: nothing that is sampled is that
 
 
 @dataclass(slots=True)
@@ -36,6 +38,8 @@ class StepTrees:
     drawn: dict[int, SampledDrafts] = field(default_factory=dict)
     # By batch index, bool [num_nodes] of a chain: see `DraftTree.sure`. Those of which some are.
     sure: dict[int, npt.NDArray[np.bool_]] = field(default_factory=dict)
+    # By batch index, of a chain that is read twice; rows behind its drafts have no tokens.
+    again: dict[int, ReadAgain] = field(default_factory=dict)
     accepted: list[list[int]] = field(default_factory=list)  # [num_requests] offsets of the accepted rows
 
     @classmethod
@@ -70,7 +74,8 @@ class StepTrees:
         offset = offsets(num_rows)
         parents = offset - 1
         branching = []
-        drawn, sure = {}, {}
+        drawn, sure, again = {}, {}, {}
+        scratch: list[int] = []
         for index, request_id in enumerate(request_ids):
             tree = proposed.get(request_id)
             if tree is None or num_rows[index] == 1:
@@ -87,17 +92,24 @@ class StepTrees:
                     branching.append(index)
                 if cut.drawn is not None:
                     drawn[index] = cut.drawn
+                if cut.again is not None:
+                    scratch += range(row_start[index] + 1 + cut.again.num_drafts, row_start[index + 1])
+                    if len(cut) == len(tree):
+                        again[index] = cut.again
                 if cut.sure is not None and cut.sure.any():
                     sure[index] = cut.sure
+        tokens = input_ids[np.repeat(query_row, num_rows) + offset]
+        tokens[scratch] = NO_TOKEN
         return cls(
             row_start=row_start,
-            tokens=input_ids[np.repeat(query_row, num_rows) + offset],
+            tokens=tokens,
             parents=parents,
             query_row=query_row,
             context=num_computed + num_scheduled - num_rows,
             branching=branching,
             drawn=drawn,
             sure=sure,
+            again=again,
             decoding=np.flatnonzero(num_scheduled == num_rows).tolist(),
         )
 

@@ -33,6 +33,7 @@ from vllm_ext.proposers.exit_choice import ExitChoice, loaded_layers
 from vllm_ext.proposers.hybrid import DraftOptions, Hybrid
 from vllm_ext.proposers.layerskip import LayerSkip, LayerSkipOptions
 from vllm_ext.proposers.reading_cost import ReadingCost
+from vllm_ext.proposers.reflection import read_again
 from vllm_ext.proposers.step_cost import StepCost
 from vllm_ext.proposers.tree import DraftTree, Int32
 from vllm_ext.proposers.unified_skip import UnifiedSkip, kept_layers
@@ -213,7 +214,9 @@ class ModelDrafts:
                 self.budget.drafted(of_requests, host, self.proposer.passes, self.passes.spared)
             else:
                 self.budget.drafted(of_requests, host)
-        return proposed
+        return [
+            read_again(tree, request.reflection) for request, tree in zip(requests, proposed, strict=True)
+        ]
 
     def observe(
         self, trees: StepTrees, request_ids: Sequence[str], sizes: Int32, sampled: Sequence[Sequence[int]]

@@ -10,7 +10,9 @@ import numpy as np
 
 from vllm_ext.config import kv_cache, request_options, speculative
 from vllm_ext.engine import sampling_params
+from vllm_ext.engine.lossy import reflective
 from vllm_ext.proposers.base import Request, Sampling
+from vllm_ext.proposers.reflection import ReflectionRule, most_drafts
 from vllm_ext.proposers.sure_text import EntropyRule
 from vllm_ext.proposers.tree import Int32
 
@@ -27,6 +29,7 @@ def drafted_for(
     most_depth: int | None = None,
     may_draw: bool = False,
     entropy_rule: EntropyRule | None = None,
+    reflection: ReflectionRule | None = None,
 ) -> Request:
     """A request at the moment it is drafted for.
 
@@ -41,11 +44,14 @@ def drafted_for(
         most_depth: of a node that can be, where that is not all there is room for.
         may_draw: see `Request`.
         entropy_rule: likewise.
+        reflection: likewise; ``nodes`` are then those of the whole step.
     """
     # A step that accepts n drafts puts out n + 1 tokens.
     max_depth = max(left - 1, 0)
     if most_depth is not None:
         max_depth = min(max_depth, most_depth)
+    if reflection is not None:
+        nodes, chain = most_drafts(nodes, reflection), True
     return Request(
         request_id=request_id,
         tokens=tokens,
@@ -56,6 +62,7 @@ def drafted_for(
         chain=chain,
         may_draw=may_draw,
         entropy_rule=entropy_rule,
+        reflection=reflection,
     )
 
 
@@ -75,7 +82,8 @@ class BatchTexts:
         encoded = kv_cache.from_config(vllm_config) is not None
         settings = speculative.from_vllm_config(vllm_config)
         assert settings is not None
-        self._options = settings.options
+        self._options, self._model_config = settings.options, vllm_config.model_config
+        reflective.check(self._model_config, self._options)
         self._encoded_block: int | None = vllm_config.cache_config.block_size if encoded else None
 
     def request(
@@ -127,6 +135,7 @@ class BatchTexts:
             chain=chain,
             may_draw=may_draw,
             entropy_rule=request_options.entropy_rule(self._options, params),
+            reflection=reflective.rule(self._model_config, self._options, params),
         )
 
 

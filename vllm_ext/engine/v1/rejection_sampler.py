@@ -18,6 +18,7 @@ import torch
 from vllm.v1.outputs import LogprobsTensors, SamplerOutput
 from vllm.v1.sample.rejection_sampler import PLACEHOLDER_TOKEN_ID, RejectionSampler
 
+from vllm_ext.engine.lossy import reflective
 from vllm_ext.engine.lossy.entropy import EntropyStep
 from vllm_ext.engine.lossy.typical import TypicalRequests, TypicalStep
 from vllm_ext.engine.structured_output.grammar import Masks
@@ -58,6 +59,9 @@ class TreeSampler(RejectionSampler):  # type: ignore[misc]  # vLLM is untyped to
         for _, pair in self.runner.pairs:
             trees.drawn.pop(pair, None)
             trees.sure.pop(pair, None)
+        if trees.again:
+            self.runner.greedy_choice = None
+            reflective.mix(trees, logits)
         logprobs = None
         masks = self.runner.drafter.constraints.masks(self.runner, trees)
         if not trees.sure and _is_plain_greedy(sampling_metadata):

@@ -53,6 +53,7 @@ class AdadecRule(LookaheadRule):
     name = "adadec"
     summary = "greedy decoding that looks ahead where it is not sure"
     paper = "arXiv 2506.08980"
+    why_v1 = "puts tokens off, to look ahead"
     Options = AdadecOptions
     Params = AdadecParams
     alone = True

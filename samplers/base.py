@@ -170,6 +170,11 @@ class Rule(ABC):
     example: ClassVar[Mapping[str, Any]]
     # Whether a request can be under no other rule besides.
     alone: ClassVar[bool] = False
+    # Whether a row's logits depend on the tokens before it, other than through the model. Where not, an engine may
+    # apply the rule to all rows of a tree at once, and `Row.prompt` and `Row.output` cost what it takes to read them.
+    reads_tokens: ClassVar[bool] = True
+    # What vLLM's V2 model runner has no place for yet, as "it ..."; None: the rule runs there.
+    why_v1: ClassVar[str | None] = None
     # Whether a row may have to wait for what is made beside the engine; see `waiting`.
     waits: ClassVar[bool] = False
     # Whether it reads the grammars of structured output; on vLLM's V2 runner, which puts no rows off, as the engine

@@ -46,6 +46,7 @@ class CaadRule(SteeringRule):
     name = "caad"
     summary = "draws logits towards what came next in similar true answers"
     paper = "arXiv 2508.02184"
+    reads_tokens = False
     Options = CaadOptions
     Params = CaadParams
 

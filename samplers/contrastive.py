@@ -59,6 +59,7 @@ class ContrastiveRule(SteeringRule):
     name = "contrastive"
     summary = "what the model says more than a weaker one"
     paper = "arXiv 2210.15097, 2309.09117"
+    reads_tokens = False
     Options = ContrastiveOptions
     Params = ContrastiveParams
 

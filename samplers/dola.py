@@ -63,6 +63,7 @@ class DolaRule(SteeringRule):
     name = "dola"
     summary = "what the last layer says more than an early one"
     paper = "arXiv 2309.03883"
+    reads_tokens = False
     Options = DolaOptions
     Params = DolaParams
 

@@ -74,6 +74,7 @@ class LolRule(SteeringRule):
     name = "lol"
     summary = "contrasts with a weaker model at two layers"
     paper = "arXiv 2408.08769"
+    why_v1 = "may read a pair of the request, behind another prompt"
     Options = LolOptions
     Params = LolParams
     has_pairs = True

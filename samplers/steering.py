@@ -138,7 +138,7 @@ class SteeringRule(Rule):
         import torch  # here: options are read without it
 
         given = [[self.value(row, option)] for row in rows]
-        return torch.tensor(given, dtype=torch.float32, device=like.device)
+        return torch.tensor(given, dtype=torch.float32).to(like.device, non_blocking=True)
 
 
 class Candidate(NamedTuple):

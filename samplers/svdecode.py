@@ -55,6 +55,7 @@ class SvdecodeRule(SteeringRule):
     name = "svdecode"
     summary = "moves logits along a direction learnt from tuning"
     paper = "arXiv 2509.15888"
+    reads_tokens = False
     Options = SvdecodeOptions
     Params = SvdecodeParams
 
@@ -80,7 +81,8 @@ class SvdecodeRule(SteeringRule):
 
     def apply(self, logits: torch.Tensor, rows: Sequence[Row]) -> None:
         kept = plausible_mask(logits, self.values(rows, "alpha", logits))[:, : len(self._step)]
-        step = self._step.to(logits.device) * self.values(rows, "strength", logits)
+        self._step = self._step.to(logits.device)
+        step = self._step * self.values(rows, "strength", logits)
         logits[:, : len(self._step)] += torch.where(kept, step, 0.0)
 
 

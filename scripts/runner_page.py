@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from vllm_ext.codecs.registry import CODECS, load_codec
-from vllm_ext.config.rules import needs_v1
 from vllm_ext.proposers.registry import METHODS, load_method
-from vllm_ext.samplers.registry import RULES
+from vllm_ext.samplers.registry import RULES, load_rule
+from vllm_ext.samplers.steering import SteeringRule
 
 ROOT = Path(__file__).parents[1]
 RECORD = ROOT / "docs" / "benchmarks" / "exactness.jsonl"
@@ -92,6 +92,20 @@ def cell(entry: dict[str, Any] | None) -> str:
     return f"yes ({entry['passed']}{f', {wrong} failed' if wrong else ''}; vLLM {entry['vllm']}, {entry['date']})"
 
 
+def rules() -> Iterator[str]:
+    """A line for those whose tests are the same, and for each that does not run on V2, why."""
+    by_tests: dict[tuple[str, str], list[str]] = {}
+    for name in RULES:
+        rule, tests = load_rule(name), ("test_sampling_rules", "test_v2_rules")
+        if issubclass(rule, SteeringRule):
+            tests = ("test_steering", "test_v2_steering")
+        on_v1, on_v2 = (f"`{test}.py`" for test in tests)
+        cells = on_v1, on_v2 if rule.why_v1 is None else f"no: it {rule.why_v1}"
+        by_tests.setdefault(cells, []).append(f"`{name}`")
+    for (on_v1, on_v2), names in by_tests.items():
+        yield f"| rule{'s' * (len(names) > 1)} {', '.join(names)} | {on_v1} | {on_v2} |"
+
+
 def page() -> Iterator[str]:
     """Its lines."""
     known = records()
@@ -118,11 +132,7 @@ def page() -> Iterator[str]:
         yield f"| {name} | {' | '.join(cells)} |"
     closing = "`test_bounded_whitespace.py` | `test_v2_closing.py`"
     yield f"| `max_whitespace` of structured output | {closing} |"
-    ruled = [name for name in RULES if not needs_v1(name)]
-    others = ", ".join(f"`{name}`" for name in RULES if needs_v1(name))
-    yield f"| rules {', '.join(f'`{name}`' for name in ruled)} | `test_sampling_rules.py` | `test_v2_rules.py` |"
-    why = "no: they report, learn, look ahead or steer"
-    yield f"| rules {others} | `test_sampling_rules.py`, `test_steering.py` | {why} |"
+    yield from rules()
     yield KV_HEAD
     yield "| KV method | V1, CPU | V1, CUDA | V2, interpreter | V2, CUDA |"
     yield "| --- | --- | --- | --- | --- |"

@@ -187,7 +187,10 @@ def test_what_rules_do_not_work_with(slice_dir: str, made: Path, monkeypatch: py
         engine_config(slice_dir, given, speculative_config={"method": "ngram", "num_speculative_tokens": 3})
     monkeypatch.setattr(runners, "_has_triton", lambda: True)  # as on CUDA, where V2 is vLLM's default
     monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER", raising=False)
-    with pytest.raises(ValueError, match=r"'asap', 'awrs' do not work.*set VLLM_USE_V2_MODEL_RUNNER=0"):
+    with pytest.raises(
+        ValueError,
+        match=r"'asap', 'awrs' do not work.*'awrs' reports a weight.*set VLLM_USE_V2_MODEL_RUNNER=0",
+    ):
         engine_config(slice_dir, {"rules": {"asap": {}, "awrs": {}, **given["rules"]}})
 
 

@@ -18,8 +18,8 @@ LAYERS = [0, 1, 15, 30]
 def capture(worker: Any, layers: list[int]) -> None:
     """Keep, of each step, the positions of the rows with logits, their hidden states and what the last layer says."""
     from vllm_ext.engine.models.hidden_states import HiddenStates
+    from vllm_ext.engine.steering.aux_logits import StepAuxLogits
     from vllm_ext.engine.v1 import steering_runner
-    from vllm_ext.engine.v1.aux_logits import StepAuxLogits
 
     runner = worker.model_runner
     worker.without = type(runner)

@@ -204,7 +204,7 @@ def test_cached_prefixes_that_the_companion_has_not_read(plain: Any, trees: Any)
 
 def mistake_rows(worker: Any) -> None:
     """The mutation: all rows of a walk read what stands beside the first."""
-    from vllm_ext.engine.v1.aux_logits import StepAuxLogits
+    from vllm_ext.engine.steering.aux_logits import StepAuxLogits
 
     kept: Any = StepAuxLogits
     kept.honest = StepAuxLogits.call
@@ -212,7 +212,7 @@ def mistake_rows(worker: Any) -> None:
 
 
 def mend_rows(worker: Any) -> None:
-    from vllm_ext.engine.v1.aux_logits import StepAuxLogits
+    from vllm_ext.engine.steering.aux_logits import StepAuxLogits
 
     kept: Any = StepAuxLogits
     kept.call = kept.honest

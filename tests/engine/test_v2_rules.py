@@ -11,6 +11,7 @@ from conftest import V2_METHOD, v2_engine
 from helpers import assert_same_outputs
 from typer.testing import CliRunner
 from v2_requests import counters, generate, prompts, sampling, tokens
+from v2_steering import STEERING
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import StructuredOutputsParams
 
@@ -28,7 +29,12 @@ ASKED: dict[str, dict[str, Any]] = {
     "extract": {"extract": "the old sailor goes home and the young sailor goes home"},
     "monitor": {"monitor_context": "x = 'a'\n"},
 }
-UNDER = {name: {**load_rule(name).example, **ASKED.get(name, {})} for name in RULES if not needs_v1(name)}
+# Those that steer: test_v2_steering.py.
+UNDER = {
+    name: {**load_rule(name).example, **ASKED.get(name, {})}
+    for name in RULES
+    if not needs_v1(name) and name not in STEERING
+}
 STRUCTURED = {"close_by_max_tokens": {"regex": "[a-z]{3,}"}}  # what else a request under a rule asks for
 
 

@@ -17,7 +17,8 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import v2_engine
+import v2_steering
+from conftest import V2_METHOD, v2_engine
 from engine_heads import options_of
 from torch.utils._python_dispatch import TorchDispatchMode
 from v2_requests import counters, generate, prompts, sampling
@@ -266,6 +267,23 @@ def test_steps_with_a_structured_request_wait_once(
     generate(v2_trees, [prompts(1, seed=14)[0], [*range(30, 130)]], kinds)
     assert _waits == ["Tensor.numpy in base.py, _wait"] * sum(steps)
     assert 1 < sum(steps) < len(steps) - 3
+
+
+@pytest.mark.quick
+def test_rules_that_read_no_tokens_wait_once_or_never(
+    v2_dir: str, model_dir: str, v2_plain: Any, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    """`dola` and `contrastive` for whether more tokens than were looked up are plausible."""
+    rules = v2_steering.options_of(v2_dir, model_dir, tmp_path)
+    llm = v2_engine(v2_dir, V2_METHOD, additional_config={"vllm_ext": {"rules": rules}})
+    request.getfixturevalue("trapped")
+    for name in ("svdecode", "caad", "dola", "contrastive"):
+        kinds = [sampling(max_tokens=6, extra_args={name: True}), sampling(max_tokens=6)]
+        generate(llm, prompts(2, seed=12), kinds)
+        says = {"plausible"} if name in ("dola", "contrastive") else set()
+        assert {each.rpartition(", ")[2] for each in _waits} == says, name
+        assert len(_waits) <= 8  # a step each
+        _waits.clear()
 
 
 @pytest.mark.quick

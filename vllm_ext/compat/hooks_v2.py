@@ -37,13 +37,13 @@ V2_HOOKS = (
         ("vllm_config", "device", "req_states"),
         "makes what our drafter takes the place of",
     ),
-    Hook(
-        _SPECULATOR,
-        "BaseSpeculator.init_cudagraph_manager",
-        ("self", "cudagraph_mode"),
-        "drafts on the device",
+    *(
+        Hook(_SPECULATOR, f"BaseSpeculator.{name}", parameters, "drafts on the device")
+        for name, parameters in (
+            ("init_cudagraph_manager", ("self", "cudagraph_mode")),
+            ("capture", ("self",)),
+        )
     ),
-    Hook(_SPECULATOR, "BaseSpeculator.capture", ("self",), "drafts on the device"),
     Hook(
         _SPECULATOR,
         "BaseSpeculator.propose",
@@ -177,21 +177,14 @@ V2_HOOKS = (
     Hook(
         _RUNNER,
         "ExecuteModelState",
-        ("input_batch", "attn_metadata", "slot_mappings_by_layer", "hidden_states"),
+        ("input_batch", "attn_metadata", "slot_mappings_by_layer", "hidden_states", "aux_hidden_states"),
         "what a step leaves for sampling",
     ),
     *(
         Hook(_BATCH, f"InputBatch.{field}", None, "how a step's rows lie")
         for field in (
-            *(
-                "req_ids",
-                "num_reqs",
-                "idx_mapping",
-                "idx_mapping_np",
-                "expanded_idx_mapping",
-                "expanded_local_pos",
-                "num_draft_tokens",
-            ),
+            *("req_ids", "num_reqs", "idx_mapping", "idx_mapping_np", "num_tokens_after_padding"),
+            *("expanded_idx_mapping", "expanded_local_pos", "num_draft_tokens"),
             *("num_draft_tokens_per_req", "query_start_loc", "query_start_loc_np", "seq_lens", "positions"),
             *("input_ids", "logits_indices", "cu_num_logits", "cu_num_logits_np", "num_reqs_after_padding"),
         )

@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from vllm_ext.config import schedulers
+from vllm_ext.samplers.registry import load_rule
 
 if TYPE_CHECKING:
     from vllm_ext.config.rules import RuleSettings
@@ -92,9 +93,10 @@ def check_rules_runner(ruled: RuleSettings, on_v2: bool) -> None:
         ValueError: naming the rules and the way out.
     """
     if on_v2 and ruled.need_v1:
+        reasons = "; ".join(f"{name!r} {load_rule(name).why_v1}" for name in ruled.need_v1)
         raise ValueError(
-            f"sampling rules {', '.join(map(repr, ruled.need_v1))} do not work with vLLM's V2 model runner yet: set "
-            "VLLM_USE_V2_MODEL_RUNNER=0."
+            f"sampling rules {', '.join(map(repr, ruled.need_v1))} do not work with vLLM's V2 model runner yet "
+            f"({reasons}): set VLLM_USE_V2_MODEL_RUNNER=0."
         )
 
 
@@ -177,6 +179,19 @@ def check_rules_config(vllm_config: Any, ruled: RuleSettings, on_v2: bool) -> No
             f"sampling rule {ruled.adds_requests[0]!r} does not work with a KV connector (kv_transfer_config or KV "
             "offloading): it must be unset, as the requests it adds have no other side. Leave it out, or remove the "
             "rule."
+        )
+    if on_v2 and ruled.steers and parallel.enable_batch_sharded_sampling:
+        raise ValueError(
+            "sampling rules that steer do not work with enable_batch_sharded_sampling=True on vLLM's V2 model runner: "
+            "it must be False, as they read hidden states of rows that another rank then samples. Leave it out, or "
+            "remove the rules."
+        )
+    mode = vllm_config.compilation_config.cudagraph_mode
+    if on_v2 and ruled.companion is not None and mode is not None and mode.has_full_cudagraphs():
+        raise ValueError(
+            f"sampling rules that read a second model do not work with cudagraph_mode={mode.name} on vLLM's V2 model "
+            "runner: it must be 'PIECEWISE' or 'NONE', as the model reads along with steps that no graph replays. "
+            """Give --compilation-config '{"cudagraph_mode": "PIECEWISE"}', or set VLLM_USE_V2_MODEL_RUNNER=0."""
         )
     stages = vllm_config.parallel_config.pipeline_parallel_size
     if ruled.steers and stages > 1:

@@ -43,9 +43,8 @@ class Asking(NamedTuple):
 
 
 def needs_v1(name: str) -> bool:
-    """Whether a rule does more than read tokens and change logits."""
-    rule = load_rule(name)
-    return rule.reports is not None or issubclass(rule, (LearningRule, SteeringRule))
+    """Whether vLLM's V2 runner has no place for a rule yet; see `Rule.why_v1`."""
+    return load_rule(name).why_v1 is not None
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,7 @@ WAITS = (
 )
 
 
+WITHOUT_WHOLE_STEPS = """--compilation-config '{"cudagraph_mode": "PIECEWISE"}' runs them on V2"""
 # What the device's form of `hybrid` is made of.
 DEVICE_DRAFTERS = {"token_recycling", "suffix_tree"}
 
@@ -68,6 +69,16 @@ def vllms_own() -> RunnerChoice:
     return RunnerChoice("V2", "vLLM's default where there is Triton")
 
 
+def captures_whole_steps(args: Any) -> bool:
+    """Whether an engine may replay graphs of whole steps, by its ``EngineArgs``: V2 then makes no metadata of trees."""
+    from vllm.config.compilation import CUDAGraphMode
+    from vllm.platforms import current_platform
+
+    mode = args.compilation_config.cudagraph_mode
+    few = (CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE)
+    return not (args.enforce_eager or current_platform.is_cpu() or mode in few)
+
+
 def choose(args: Any, settings: Settings, ruled: RuleSettings | None, *, kv_why_v1: str = "") -> RunnerChoice:
     """The runner for a method.
 
@@ -89,6 +100,10 @@ def choose(args: Any, settings: Settings, ruled: RuleSettings | None, *, kv_why_
         *_of_drafters(settings.options),
         *_of_passes(settings),
         (bool(need_v1), f"sampling rules {need_v1} go with it"),
+        (
+            ruled is not None and ruled.companion is not None and captures_whole_steps(args),
+            f"rules read a second model, and graphs of whole steps may be captured: {WITHOUT_WHOLE_STEPS}",
+        ),
         (bool(kv_why_v1), f"the KV cache's method {kv_why_v1}"),
         (settings.options.verify != "exact", f"verify={settings.options.verify!r} is lossy"),
         *((True, reason) for reason in _of_the_users_classes(args)),

@@ -20,7 +20,7 @@ from vllm.model_executor.layers.linear import LinearBase
 
 from vllm_ext.engine.composed import scheduler
 from vllm_ext.engine.models import second_model
-from vllm_ext.engine.v1.aux_logits import SecondModel
+from vllm_ext.engine.steering.aux_logits import SecondModel
 from vllm_ext.proposers.draft_model import DraftModelOptions
 
 

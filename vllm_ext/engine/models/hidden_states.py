@@ -61,8 +61,9 @@ class HiddenStates:
         config = runner.model_config
         model = runner.get_model()
         made = cls(model, config.model, config.get_total_num_hidden_layers(), layers)
-        # Rules and a head may both read some.
-        made.layers = sorted({*layers, *runner.aux_layers})
+        # Rules and a head may both read some: one list says of all what the streams of a step are of.
+        made.layers = runner.aux_layers if isinstance(runner.aux_layers, list) else []
+        made.layers[:] = sorted({*layers, *runner.aux_layers})
         model.set_aux_hidden_state_layers(tuple(made.layers))
         runner.use_aux_hidden_state_outputs, runner.aux_layers = True, made.layers
         return made

@@ -30,7 +30,7 @@ from vllm_ext.samplers.base import LearningRule, Row, Rule
 from vllm_ext.samplers.steering import CompanionOptions, Deferral, SteeringRule
 
 if TYPE_CHECKING:
-    from vllm_ext.engine.v1.aux_logits import StepAuxLogits
+    from vllm_ext.engine.steering.aux_logits import StepAuxLogits
 
 Notes = dict[int, float]  # of a request, by place in its output
 

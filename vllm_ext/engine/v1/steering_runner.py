@@ -8,17 +8,15 @@ from typing import Any
 import torch
 
 from vllm_ext import patches
-from vllm_ext.config import rules
 from vllm_ext.config.rules import RuleSettings
-from vllm_ext.data.model_files import ModelVocabulary
 from vllm_ext.engine import step_extras
-from vllm_ext.engine.models.hidden_states import HiddenStates
+from vllm_ext.engine.steering import aux_logits
 from vllm_ext.engine.v1 import logits_processor
-from vllm_ext.engine.v1.aux_logits import SecondModel, StepAuxLogits
 from vllm_ext.engine.v1.logits_processor import RuleProcessor
 from vllm_ext.engine.v1.paired_rows import PairedRows
 from vllm_ext.engine.v1.undrawn_noise import UndrawnNoise
-from vllm_ext.samplers.steering import Deferral, LookaheadRule, SteeringRule
+from vllm_ext.samplers.registry import load_rule
+from vllm_ext.samplers.steering import Deferral, LookaheadRule
 
 
 class RuledRunner(UndrawnNoise):
@@ -120,30 +118,12 @@ class RuledRunner(UndrawnNoise):
         """After the target is loaded: make what rules read beside its logits."""
         runner: Any = self
         self.may_defer = settings.waits or settings.looks_ahead
-        loaded = rules.load(settings.as_json, ModelVocabulary.of(runner.model_config))
-        steering = [rule for rule in loaded.values() if isinstance(rule, SteeringRule)]
-        if not steering:
+        self.aux_logits = aux_logits.of_rules(runner, settings, runner.requests)
+        if self.aux_logits is None:
             return
-        num_layers = runner.model_config.get_total_num_hidden_layers()
-        numbers: set[int] = set()
-        for rule in steering:
-            rule.layer_numbers = rule.layers(rule.options, num_layers)
-            numbers.update(rule.layer_numbers)
-
-        def of_companion(num_layers: int) -> list[int]:
-            numbers: set[int] = set()
-            for rule in steering:
-                rule.companion_layer_numbers = rule.companion_layers(rule.options, num_layers)
-                numbers.update(rule.companion_layer_numbers)
-            return sorted(numbers)
-
-        read = HiddenStates.of_target(runner, sorted(numbers)) if numbers else None
-        second = None
-        if settings.companion is not None:
-            second = SecondModel(runner.vllm_config, settings.companion, runner.get_model(), of_companion)
-        self.aux_logits = StepAuxLogits(runner.model_config.get_vocab_size(), read, second, runner.requests)
         self.paired_rows = PairedRows() if settings.pairs else None
-        self.looking_ahead = next((rule.name for rule in steering if isinstance(rule, LookaheadRule)), None)
+        ahead = [name for name in settings.options if issubclass(load_rule(name), LookaheadRule)]
+        self.looking_ahead = next(iter(ahead), None)
         for processor in runner.input_batch.logitsprocs.all:
             if isinstance(processor, RuleProcessor):
                 processor.aux_logits = self.aux_logits

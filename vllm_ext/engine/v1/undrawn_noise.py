@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 if TYPE_CHECKING:
-    from vllm_ext.engine.v1.aux_logits import StepAuxLogits
+    from vllm_ext.engine.steering.aux_logits import StepAuxLogits
 
 
 class UndrawnNoise:

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sampling rules as a logits processor of vLLM's V2 runner, without speculation and in the walk down a tree.
 
-Rules are functions of a row's tokens, which here are on the device: a step with a request under a rule waits for them,
-other steps do not, and none does for requests under `trie` alone (`trie_rows`). `rule_requests` says how vLLM comes by
-the class. Rules that note, keep or read more than tokens and logits need more of the engine than a logits processor
-has, and run on V1.
+Most rules are functions of a row's tokens, which here are on the device: a step with a request under such a rule waits
+for them, other steps do not, and none does for requests under `trie` alone (`trie_rows`). Rules that read no tokens
+are applied to all rows of a tree at once, beside what `steering_runner` has kept of the step. `rule_requests` says how
+vLLM comes by the class. Rules with a `why_v1` run on V1.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -21,12 +21,15 @@ from vllm_ext.config.asked import asked_of
 from vllm_ext.config.rules import Asking, RuleSettings
 from vllm_ext.data.model_files import ModelVocabulary
 from vllm_ext.engine import rule_faults, rule_requests
+from vllm_ext.engine.recurrent.device_rows import to_device
 from vllm_ext.engine.rule_requests import Configured
 from vllm_ext.engine.v2.trie_rows import TrieRows
 from vllm_ext.samplers.base import Asked, Row
+from vllm_ext.samplers.steering import CompanionOptions, SteeringRule
 from vllm_ext.samplers.trie import TrieParams
 
 if TYPE_CHECKING:
+    from vllm_ext.engine.steering.aux_logits import StepAuxLogits
     from vllm_ext.engine.v2.speculators.base import TreeSpeculator
 
 
@@ -34,6 +37,7 @@ if TYPE_CHECKING:
 class _Request:
     """One that is under rules."""
 
+    reads_tokens: bool  # whether one of them does
     asking: list[Asking]
     asked: Asked
     end: int
@@ -43,11 +47,29 @@ class _Request:
     output: list[int] | None = None  # what the host has read of it
 
 
+class Unread(Sequence[int]):
+    """Tokens of a request that are read when somebody asks for one, which waits for the device.
+
+    Args:
+        read: gives all of them.
+    """
+
+    def __init__(self, read: Callable[[], list[int]]) -> None:
+        self._read = read
+
+    def __len__(self) -> int:
+        return len(self._read())
+
+    def __getitem__(self, place: Any) -> Any:
+        return self._read()[place]
+
+
 class RuleProcessor(LogitsProcessor):  # type: ignore[misc]  # vLLM is untyped to us
     """The rules of one server; a subclass has their settings."""
 
     settings: ClassVar[RuleSettings]
     speculator: TreeSpeculator | None = None  # set by a runner that has one
+    aux_logits: StepAuxLogits | None = None  # set by the runner where rules steer
 
     @classmethod
     def validate_params(cls, sampling_params: Any) -> None:
@@ -64,8 +86,9 @@ class RuleProcessor(LogitsProcessor):  # type: ignore[misc]  # vLLM is untyped t
         self._tries = TrieRows.of(self._rules, req_states)
 
     def is_under(self, slot: int) -> bool:
-        """Whether the request in a slot is under a rule on the host."""
-        return slot in self._requests
+        """Whether the request in a slot is under a rule that reads its tokens, on the host."""
+        request = self._requests.get(slot)
+        return request is not None and request.reads_tokens
 
     def add_request(self, req_idx: int, sampling_params: Any) -> bool:
         """See vLLM's; whether the request is under a rule."""
@@ -80,7 +103,8 @@ class RuleProcessor(LogitsProcessor):  # type: ignore[misc]  # vLLM is untyped t
             self._tries.put(req_idx, first.trie, sampling_params.eos_token_id)
             return True
         asked, end = asked_of(sampling_params), sampling_params.eos_token_id
-        self._requests[req_idx] = _Request(asking, asked, end, {name: {} for name, _ in asking}, {})
+        reads = any(self._rules[name].reads_tokens for name, _ in asking)
+        self._requests[req_idx] = _Request(reads, asking, asked, end, {name: {} for name, _ in asking}, {})
         return True
 
     def apply_staged_writes(self) -> None:
@@ -89,47 +113,94 @@ class RuleProcessor(LogitsProcessor):  # type: ignore[misc]  # vLLM is untyped t
             self._tries.apply_staged_writes()
 
     def apply(self, logits: torch.Tensor, ctx: Any) -> torch.Tensor:
-        """See vLLM's: of a request under rules on the host its rows stand behind each other, a chain."""
+        """See vLLM's: of a request one of whose rules reads tokens, its rows stand behind each other, a chain."""
+        called = None if self.speculator is None else self.speculator.called
         if self._tries is not None:
             paths = None if self.speculator is None else self.speculator.verifying
             self._tries.apply(logits, ctx, None if paths is None else paths.bits)
-        slots = [slot for slot in ctx.idx_mapping_np.tolist() if slot in self._requests]
-        if not slots:
+        slots = ctx.idx_mapping_np.tolist()
+        if self._requests.keys().isdisjoint(slots):
             return logits
-        self._read(slots)
-        row_slots, offsets = ctx.expanded_idx_mapping.tolist(), ctx.expanded_local_pos.tolist()
-        tokens = ctx.input_ids.tolist()
+        if self.aux_logits is not None:
+            self.aux_logits.call(None if called is None else _index(called.rows, logits.device))
+        tokens: list[int] = []
+        if reading := [slot for slot in slots if self.is_under(slot)]:
+            self._read(reading)
+            tokens = ctx.input_ids.tolist()
         found: dict[str, dict[int, Row]] = {name: {} for name in self._rules}
         failing: dict[int, Row] = {}
-        for index, (slot, offset) in enumerate(zip(row_slots, offsets, strict=True)):
-            if (request := self._requests.get(slot)) is None:
-                continue
-            assert request.prompt is not None
-            assert request.output is not None
-            # The first row's token is the last one of the output; those behind it are drafts.
-            drafts = tokens[index - offset + 1 : index + 1]
-            if min(drafts, default=0) < 0:
-                continue  # behind the end of a path: nobody takes what is drawn there
-            output = request.output + drafts
-            for name, its in request.asking:
-                kept, faults = request.kept[name], request.faults
-                row = Row(request.prompt, output, request.end, its, request.asked, kept=kept, faults=faults)
-                found[name][index] = failing[index] = row
+        first = 0
+        for slot, count in zip(slots, [1] * len(slots) if called is None else called.counts, strict=True):
+            if (request := self._requests.get(slot)) is not None:
+                for index in range(first, first + count):
+                    # The first row's token is the last one of the output; those behind it are drafts.
+                    drafts = tokens[first + 1 : index + 1]
+                    if min(drafts, default=0) < 0:
+                        break  # behind the end of a path: nobody takes what is drawn there
+                    for name, row in self._rows(slot, request, drafts):
+                        found[name][index] = failing[index] = row
+            first += count
+        assert first == len(logits)
         for name, all_rows in found.items():
             rows = {index: row for index, row in all_rows.items() if not row.faults}
             if rows:
-                place = torch.tensor(list(rows), device=logits.device)
-                part = logits[place]
-                self._rules[name].patience = self._patience
-                late = rule_faults.apply(name, self._rules[name], part, list(rows.values()))
-                rule_faults.wait_no_longer(name, list(rows.values()), late)
-                logits[place] = part
+                self._apply(name, logits, rows)
         # Of a request's rows those before the first fault have been drawn from, and are right.
         rule_faults.end(
             logits,
-            {index: row for index, row in failing.items() if min(row.faults, default=0) <= len(row.output)},
+            {i: row for i, row in failing.items() if row.faults and min(row.faults) <= len(row.output)},
         )
         return logits
+
+    def _rows(self, slot: int, request: _Request, drafts: list[int]) -> Iterator[tuple[str, Row]]:
+        """A row of a request's for each of its rules, behind some drafts where one of them reads tokens."""
+        prompt: Sequence[int] = Unread(lambda: self._text(slot).prompt or [])
+        output: Sequence[int] = Unread(lambda: self._text(slot).output or [])
+        if request.reads_tokens:
+            assert request.prompt is not None
+            assert request.output is not None
+            prompt, output = request.prompt, request.output + drafts
+        for name, its in request.asking:
+            yield (
+                name,
+                Row(
+                    prompt,
+                    output,
+                    request.end,
+                    its,
+                    request.asked,
+                    kept=request.kept[name],
+                    faults=request.faults,
+                ),
+            )
+
+    def _apply(self, name: str, logits: torch.Tensor, rows: Mapping[int, Row]) -> None:
+        """Apply a rule to some rows, by index, in place."""
+        rule, places = self._rules[name], list(rows)
+        aux_logits = self.aux_logits if isinstance(rule, SteeringRule) else None
+        if aux_logits is not None:
+            rule.aux_logits = aux_logits  # type: ignore[attr-defined]
+            aux_logits.rows_are(places)
+        index = to_device(places, torch.int64, logits.device)
+        part = logits[index]
+        rule.patience = self._patience
+
+        def at(some: Sequence[int]) -> None:
+            if aux_logits is not None:
+                aux_logits.rows_are([places[row] for row in some])
+
+        late = rule_faults.apply(name, rule, part, list(rows.values()), at)
+        rule_faults.wait_no_longer(name, list(rows.values()), late)
+        logits[index] = part
+
+    def reads_companion(self, slots: Iterable[int]) -> bool:
+        """Whether a request in one of these slots is under a rule that reads the second model."""
+        return any(
+            isinstance(self.settings.options[name], CompanionOptions)
+            for slot in slots
+            if slot in self._requests
+            for name, _ in self._requests[slot].asking
+        )
 
     def take_faults(self, slots: Mapping[str, int]) -> dict[str, tuple[int, str]]:
         """What rules have raised for some requests, by request id: a place in the output, and the reason.
@@ -142,6 +213,11 @@ class RuleProcessor(LogitsProcessor):  # type: ignore[misc]  # vLLM is untyped t
         found = {name: self._requests[slot].faults for name, slot in slots.items() if slot in self._requests}
         return {name: fault for name, faults in found.items() for fault in faults.items()}
 
+    def _text(self, slot: int) -> _Request:
+        """A request, whose tokens have been read by now; waits for them."""
+        self._read([slot])
+        return self._requests[slot]
+
     def _read(self, slots: list[int]) -> None:
         """Catch up with the requests' tokens."""
         lengths = self._states.total_len.gpu[slots].tolist()
@@ -151,6 +227,11 @@ class RuleProcessor(LogitsProcessor):  # type: ignore[misc]  # vLLM is untyped t
             if request.prompt is None or request.output is None:
                 request.prompt, request.output = text[:start].tolist(), []
             request.output += text[start + len(request.output) : length].tolist()
+
+
+def _index(rows: slice | torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Rows as int64."""
+    return torch.arange(rows.start, rows.stop, device=device) if isinstance(rows, slice) else rows
 
 
 configured = Configured(RuleProcessor)

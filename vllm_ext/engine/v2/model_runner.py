@@ -61,6 +61,7 @@ class SpeculativeRunner:
     aux_layers: Sequence[int] = ()
     # int [requests] of the step that runs, until its adapters are set.
     _logits_rows: Any = None
+    _added_processors: Sequence[Any] = ()  # the sampler's logits processors that are not vLLM's
     # By KV group, what moves paths in its caches; see `vllm_ext.kernels.path_move.move_paths`.
     kv_movers: tuple[tuple[int, Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]], ...] = ()
 
@@ -86,6 +87,7 @@ class SpeculativeRunner:
         ]
         for each in self.v1_processors:
             processors += each.after_temperature
+        self._added_processors = processors[NUM_STOCK_PROCESSORS:]
         self.rejection_sampler = TreeVerifier(
             self.sampler, runner.speculative_config, self.device, self.speculator
         )
@@ -195,7 +197,7 @@ class SpeculativeRunner:
     def _path_dependent(self, slot: int, params: Any) -> bool:
         """Whether what a request samples is made by code that takes its rows for a chain, and by the tokens in them."""
         return params.thinking_token_budget is not None or any(
-            processor.is_under(slot) for processor in self.sampler.logits_processors[NUM_STOCK_PROCESSORS:]
+            processor.is_under(slot) for processor in self._added_processors
         )
 
     def sample(self, hidden_states: torch.Tensor, input_batch: Any, grammar_output: Any) -> Any:

@@ -23,7 +23,7 @@ from vllm.v1.worker.gpu.sample.logprob import compute_topk_scores
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler, get_max_chunk_logits
 
-from vllm_ext.engine.v2.speculators.base import SLOW_DEPTH, Paths, StepRows, TreeSpeculator
+from vllm_ext.engine.v2.speculators.base import SLOW_DEPTH, Called, Paths, StepRows, TreeSpeculator
 from vllm_ext.kernels import backends
 from vllm_ext.kernels.device_trees import Walked, walk
 from vllm_ext.kernels.drawn_rows import choose_drawn
@@ -166,7 +166,7 @@ class TreeVerifier(RejectionSampler):  # type: ignore[misc]  # vLLM is untyped t
                 seq_lens_np,
             )
         else:
-            with self._along(rows):
+            with self._along(rows, np.diff(self._row_start[requests.start : requests.stop + 1])):
                 processed, sampled = self._sample(
                     logits, row_slots, slots, slots_np, pos, tokens, offset, seq_lens_np, row_start
                 )
@@ -199,16 +199,17 @@ class TreeVerifier(RejectionSampler):  # type: ignore[misc]  # vLLM is untyped t
                 )
                 flat = chain.flatten()
                 there = place[: depth + 1] < walked.num_emitted[picked, None]
-                masked, drawn = self._sample(
-                    logits[flat],
-                    row_slots[flat],
-                    slots[picked],
-                    slots_np[dependent],
-                    pos[flat],
-                    torch.where(there.flatten(), tokens[flat], NO_TOKEN),
-                    torch.arange(depth + 1, dtype=torch.int32, device=tokens.device).repeat(len(dependent)),
-                    seq_lens_np[dependent],
-                )
+                with self._along(flat + rows.start, np.full(len(dependent), depth + 1), chains=True):
+                    masked, drawn = self._sample(
+                        logits[flat],
+                        row_slots[flat],
+                        slots[picked],
+                        slots_np[dependent],
+                        pos[flat],
+                        torch.where(there.flatten(), tokens[flat], NO_TOKEN),
+                        place[: depth + 1].to(torch.int32).repeat(len(dependent)),
+                        seq_lens_np[dependent],
+                    )
                 last = chain[:, -1]
                 goes_on = walked.num_emitted[picked] == depth + 1
                 sampled[last] = torch.where(goes_on, drawn.view(-1, depth + 1)[:, -1], sampled[last])
@@ -241,18 +242,21 @@ class TreeVerifier(RejectionSampler):  # type: ignore[misc]  # vLLM is untyped t
         return request
 
     @contextmanager
-    def _along(self, rows: Any) -> Iterator[None]:
-        """Sample rows of the step's trees, each by its own path.
+    def _along(self, rows: Any, counts: Any, chains: bool = False) -> Iterator[None]:
+        """Sample rows of the step's trees, each by its own path; or as chains, each behind the row before it.
 
         Args:
             rows: which ones, a slice or int64 on the device.
+            counts: see `Called`.
+            chains: see above.
         """
-        layout = self._trees.layout
-        self._trees.verifying = Paths(layout.bits[rows], layout.parents[rows])
+        trees, layout = self._trees, self._trees.layout
+        trees.called = Called(rows, counts)
+        trees.verifying = None if chains else Paths(layout.bits[rows], layout.parents[rows])
         try:
             yield
         finally:
-            self._trees.verifying = None
+            trees.called = trees.verifying = None
 
     def _sample_others(
         self,
@@ -279,7 +283,7 @@ class TreeVerifier(RejectionSampler):  # type: ignore[misc]  # vLLM is untyped t
             )
             own_start = np.cumsum([0, *np.diff(start)[others]])
             picked = self._trees.to_device(others)
-            with self._along(flat + rows.start):
+            with self._along(flat + rows.start, np.diff(start)[others]):
                 masked, sampled[flat] = self._sample(
                     logits[flat],
                     row_slots[flat],

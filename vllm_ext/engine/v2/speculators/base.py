@@ -57,6 +57,13 @@ class Paths(NamedTuple):
     parents: torch.Tensor  # int32 [rows]
 
 
+class Called(NamedTuple):
+    """Of one call of vLLM's sampler, which rows it is for."""
+
+    rows: slice | torch.Tensor  # among the step's rows with logits; int64
+    counts: np.ndarray[Any, Any]  # [requests] how many each has, on the host
+
+
 def to_host(values: torch.Tensor) -> tuple[torch.Tensor, Any]:
     """A copy that is on its way to the host, and an event to wait for; None on the CPU."""
     moved = values.to("cpu", non_blocking=True)  # into memory that PyTorch has pinned for it
@@ -93,6 +100,7 @@ class TreeSpeculator(BaseSpeculator):  # type: ignore[misc]  # vLLM is untyped t
         self.ones = torch.ones(self.max_num_reqs, dtype=torch.int32, device=device)
         self.no_past = torch.zeros(self.max_num_reqs, dtype=torch.int32, device=device)
         self.verifying: Paths | None = None  # while trees' rows are sampled, these
+        self.called: Called | None = None  # likewise, where rows are sampled of a step with drafts
         # By slot: a row's distribution depends on the tokens of its path, and whoever makes it takes rows for a chain.
         self.path_dependent = np.zeros(self.max_num_reqs, dtype=bool)
         self.structured = np.zeros(self.max_num_reqs, dtype=bool)

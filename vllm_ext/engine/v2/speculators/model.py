@@ -62,6 +62,7 @@ class ModelSpeculator(TreeSpeculator):
         )
         self._sampling: Any = None  # vLLM's ``SamplingStates``
         self._verifier: Any = None  # `TreeVerifier`
+        self._all_layers: Sequence[int] = ()  # of which the target hands out hidden states, for whomever
 
     def _drafting(self, proposer: Any) -> DraftModelProposer:
         """The one of a method that asks a model."""
@@ -89,6 +90,7 @@ class ModelSpeculator(TreeSpeculator):
 
     def bind(self, runner: Any) -> None:
         self.passes.bind(runner)
+        self._all_layers = runner.aux_layers
         self._sampling, self._verifier = runner.sampler.sampling_states, runner.rejection_sampler
 
     def init_cudagraph_manager(self, cudagraph_mode: Any) -> None:
@@ -144,7 +146,8 @@ class ModelSpeculator(TreeSpeculator):
         self._behind[slots] = 0
         path = self._verifier.walked.path if input_batch.num_draft_tokens else None
         _, _, hidden, streams, num_new, *_ = args  # as vLLM's `BaseSpeculator.propose` has them
-        passes.take(input_batch, Committed(hidden, streams or (), path, num_new))
+        own = [streams[self._all_layers.index(layer)] for layer in passes.aux_layers]  # rules may read others
+        passes.take(input_batch, Committed(hidden, own, path, num_new))
         self._draft(input_batch, slots, behind, level)
         return self.step.tokens[:number]
 

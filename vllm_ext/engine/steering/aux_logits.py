@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Auxiliary logits for sampling rules: of layers and of a second model, beside a step's own, in vLLM's V1 runner.
+"""Auxiliary logits for sampling rules: of layers and of a second model, beside a step's own, in either runner.
 
 The second model reads what the target reads, in the same step: the same tokens at the same positions, behind the same
 metadata of trees and chains, into caches of its own that lie in the same blocks. So it is in step with the target by
@@ -11,20 +11,24 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from vllm.forward_context import set_forward_context
 from vllm.logger import init_logger
 
+from vllm_ext.config import rules
+from vllm_ext.config.rules import RuleSettings
+from vllm_ext.data.model_files import ModelVocabulary
 from vllm_ext.engine.models import second_model
 from vllm_ext.engine.models.hidden_states import HiddenStates, head_logits
 from vllm_ext.proposers.draft_model import SELF
-from vllm_ext.samplers.steering import CompanionOptions
+from vllm_ext.samplers.steering import CompanionOptions, SteeringRule
 
 logger = init_logger("vllm.vllm_ext")
 
-PREFIX = "companion"  # of the second model's layers' names
+PREFIX = "rules_companion"  # of the second model's layers' names, which are not those of a draft model
 
 
 class SecondModel:
@@ -89,6 +93,40 @@ class SecondModel:
             self.logits(zeros[:2], None)
 
 
+def of_rules(
+    runner: Any, settings: RuleSettings, requests: Mapping[str, Any] = MappingProxyType({})
+) -> StepAuxLogits | None:
+    """What the rules of a server read beside logits, once the target is loaded; None where none does.
+
+    Args:
+        runner: vLLM's, of either kind; its model hands out the layers that are read from now on.
+        settings: of the rules.
+        requests: see `StepAuxLogits`.
+    """
+    loaded = rules.load(settings.as_json, ModelVocabulary.of(runner.model_config))
+    steering = [rule for rule in loaded.values() if isinstance(rule, SteeringRule)]
+    if not steering:
+        return None
+    num_layers = runner.model_config.get_total_num_hidden_layers()
+    numbers: set[int] = set()
+    for rule in steering:
+        rule.layer_numbers = rule.layers(rule.options, num_layers)
+        numbers.update(rule.layer_numbers)
+
+    def of_companion(num_layers: int) -> list[int]:
+        numbers: set[int] = set()
+        for rule in steering:
+            rule.companion_layer_numbers = rule.companion_layers(rule.options, num_layers)
+            numbers.update(rule.companion_layer_numbers)
+        return sorted(numbers)
+
+    read = HiddenStates.of_target(runner, sorted(numbers)) if numbers else None
+    second = None
+    if settings.companion is not None:
+        second = SecondModel(runner.vllm_config, settings.companion, runner.get_model(), of_companion)
+    return StepAuxLogits(runner.model_config.get_vocab_size(), read, second, requests)
+
+
 class StepAuxLogits:
     """See `vllm_ext.samplers.steering.AuxLogits`: for the rows of whatever call is being made.
 
@@ -96,7 +134,7 @@ class StepAuxLogits:
         vocab_size: the target's.
         read: where layers are.
         second: where a second model is.
-        requests: vLLM's states of all there are, by id.
+        requests: V1's states of all there are, by id.
     """
 
     def __init__(
@@ -127,7 +165,7 @@ class StepAuxLogits:
     def begin(
         self,
         token_rows: torch.Tensor,
-        logits: torch.Tensor,
+        logits: torch.Tensor | None,
         final: torch.Tensor,
         streams: list[torch.Tensor] | None,
     ) -> None:
@@ -135,7 +173,7 @@ class StepAuxLogits:
 
         Args:
             token_rows: those of the step's tokens that have logits.
-            logits: ``[num_rows, vocab]``.
+            logits: ``[num_rows, vocab]``; None where no rule reads `target`.
             final: ``[num_tokens, hidden_size]`` what the head reads.
             streams: of the layers that are read, as `HiddenStates.hold` takes them.
         """
@@ -146,8 +184,8 @@ class StepAuxLogits:
             assert streams is not None
             self.read.hold(streams, token_rows)
 
-    def call(self, rows: torch.Tensor) -> None:
-        """The sampler is asked for these of the rows with logits."""
+    def call(self, rows: torch.Tensor | None) -> None:
+        """The sampler is asked for these of the rows with logits; None: for all, in their order."""
         self._call = rows
 
     def rows_are(self, places: Sequence[int] | None) -> None:
@@ -155,7 +193,7 @@ class StepAuxLogits:
         assert self._token_rows is not None
         rows = self._call
         if places is not None:
-            index = torch.tensor(places, device=self._token_rows.device)
+            index = torch.tensor(places).to(self._token_rows.device, non_blocking=True)
             rows = index if rows is None else rows[index]
         self._rows = rows
 

@@ -284,10 +284,10 @@ def test_choice_equals_brute_force(trees: list[list[float]], increments: list[fl
 def test_time_is_worth_what_steps_put_out_on_average(batch_size: int) -> None:
     """Texts that are sure, and that are not: more tokens a second than with each step's own best."""
     kinds = [chain(acceptance, 16) for acceptance in (0.95, 0.2, 0.8, 0.05, 0.5)]
-    length = np.arange(17)
+    rows = batch_size * np.arange(1, 18, dtype=np.float64)
     tokens = np.array([np.concatenate([[1.0], 1.0 + np.cumsum(each)]) for each in kinds]) * batch_size
     curve = linear(0.2)
-    seconds = curve(batch_size * (1.0 + length), batch_size, 100)
+    seconds = curve(rows, batch_size, 100)
 
     def a_second(nodes: Sequence[int]) -> float:
         return float(sum(tokens[kind, n] for kind, n in enumerate(nodes)) / seconds[list(nodes)].sum())

@@ -27,6 +27,7 @@ SUBCLASSED = (
     "vllm_ext.engine.kv_cache.selection.SelectingRunner",
     "vllm_ext.engine.v1.steering_runner.RuledRunner",
     "vllm_ext.engine.v1.model_runner.SpeculativeRunner",
+    "vllm_ext.engine.v2.kept_blocks.KeptState",
     "vllm_ext.engine.v2.steering_runner.RuledRunner",
     "vllm_ext.engine.v2.model_runner.SpeculativeRunner",
     "vllm_ext.engine.v2.model_state.TreeState",

@@ -51,10 +51,10 @@ def eagle(model: str, nodes: int = 12, **options: Any) -> dict[str, Any]:
         pytest.param("sampling", "eagle_tree", 1, marks=pytest.mark.slow),
         ("trigram", "eagle_tree", 0),
         pytest.param("trigram", "eagle_tree", 1, marks=pytest.mark.slow),
-        ("blocks", "eagle_tree", 0),
+        pytest.param("blocks", "eagle_tree", 0, marks=pytest.mark.slow),
         pytest.param("blocks", "hybrid", 0, marks=pytest.mark.slow),
         pytest.param("blocks", "eagle_tree", 1, marks=pytest.mark.slow),
-        ("first", "eagle_tree", 0),
+        pytest.param("first", "eagle_tree", 0, marks=pytest.mark.slow),
     ],
 )
 def test_a_head_that_knows_everything(

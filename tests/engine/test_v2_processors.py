@@ -100,8 +100,8 @@ def test_an_abort_in_the_middle(plain: Any, trees: Any) -> None:
 
 
 def test_ahead_and_preempted_with_drafts_of_the_host(v2_dir: str, plain: Any) -> None:
-    llm = v2_engine_ahead(v2_dir, V2_HOST_METHOD, logits_processors=V1_NAMES, num_gpu_blocks_override=8)
-    kinds = [sampling(max_tokens=70, **KINDS[i]) for i in (4, 3, 7, 0)]
+    llm = v2_engine_ahead(v2_dir, V2_HOST_METHOD, logits_processors=V1_NAMES, num_gpu_blocks_override=9)
+    kinds = [sampling(max_tokens=110, **KINDS[i]) for i in (4, 3, 7, 0)]
     expected = tokens(generate(plain, prompts(4, seed=9), kinds))
     assert_same_outputs(expected, tokens(generate(llm, prompts(4, seed=9), kinds)))
     assert preemptions(llm) > 0

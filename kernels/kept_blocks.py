@@ -100,15 +100,12 @@ def keep_blocks(
         slots: int64 ``[requests]``, where there are lists.
         backend: "auto" is triton on CUDA, else torch.
     """
-    arguments = (table, seq_lens, part_start, request, behind, window, kept, lists, slots)
+    form: Any
     if choose(backend, seq_lens) == "triton":
-        from vllm_ext.kernels.kept_blocks_triton import keep_blocks_triton
-
-        keep_blocks_triton(*arguments)
+        from vllm_ext.kernels.kept_blocks_triton import keep_blocks_triton as form
     else:
-        from vllm_ext.kernels.kept_blocks_ref import keep_blocks_ref
-
-        keep_blocks_ref(*arguments)
+        from vllm_ext.kernels.kept_blocks_ref import keep_blocks_ref as form
+    form(table, seq_lens, part_start, request, behind, window, kept, lists, slots)
 
 
 def end_with_block(

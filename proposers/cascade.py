@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A draft cascade: the draft model has a drafter of its own, so that one of its passes says several tokens.
 
-Each pass of the draft reads, below the nodes that are asked for, what the draft is likely to say next: a small tree of
-Token Recycling, from tables of what the draft itself ranked highest. A node that is asked for later may have been read
-so, and then its distribution is there without a pass. Trees are what they are without a cascade, token for token and
+Each pass of the draft reads, below the requested nodes, what the draft is likely to say next: a small tree of Token
+Recycling, from tables of what the draft itself ranked highest. The distribution of a node that was read ahead is there
+without a pass when the node is requested. Trees are what they are without a cascade, token for token and
 probability for probability, drawn ones too: it only changes in which pass a node is read.
 
 Source: "Speculative Decoding Meets Quantization: Compatibility Evaluation and Hierarchical Framework Design"
@@ -37,7 +37,7 @@ Read = Callable[[Sequence[str], Sequence[int], Sequence[int]], Rows]
 
 @dataclass(slots=True)
 class _State:
-    """What was read of one request since its last committed tokens were."""
+    """The nodes of one request that were read since its last committed tokens were."""
 
     text: Int32  # [num_tokens], committed; a view
     root: int = ROOT  # the place of the last of them, where nodes are counted from an earlier one

@@ -91,8 +91,8 @@ class DraftModelOptions(PassOptions):
 
     cascade: Literal["token_recycling"] | None = Field(
         default=None,
-        description="what drafts for the draft, on the V1 model runner: a pass of it then says several tokens; "
-        "none: nothing does",
+        description="the draft model's own drafter, on the V1 model runner: a pass of the draft model then says "
+        "several tokens; none: it has none",
     )
     cascade_tokens: int | None = Field(
         default=None,

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import replace
 from typing import Any, ClassVar, Literal, TypeGuard
 
@@ -259,21 +260,10 @@ class Hybrid(Proposer):
     ) -> list[DraftTree]:
         """A draft's trees, beside what the others say; none where they are so sure that it does not pay to ask."""
         given = {name: self.gain.given_to(name) for name in others}
-        asked = {
-            request.request_id
-            for request in requests
-            if request.has_room
-            and given[request.request_id] * unsaid(others[request.request_id])
-            >= self.least_first.get(request.request_id, 0.0)
-        }
-        self.read(asked)
+        worth = self._paying(requests, others)
         drafter.beside, drafter.given, drafter.least_reach = others, given, self.least_reach
-        started = time.perf_counter()
-        trees = drafter.propose(
-            [each if each.request_id in asked else replace(each, budget_tokens=0) for each in requests]
-        )
-        self.draft_seconds = time.perf_counter() - started
-        for name in asked:
+        trees = self._ask(drafter, requests, worth.keys())
+        for name in worth:
             if name in drafter.blind:
                 continue
             reach = [
@@ -281,6 +271,27 @@ class Hybrid(Proposer):
                 *(tokens / given[name] for tokens in drafter.reached.get(name, ())),
             ]
             self.gain.drafted(name, others[name], reach)
+        return trees
+
+    def _paying(self, requests: Sequence[Request], others: Mapping[str, DraftTree]) -> dict[str, float]:
+        """By request, the tokens that a first pass brings beside what others say, where they are worth the pass."""
+        worth = {
+            each.request_id: self.gain.given_to(each.request_id) * unsaid(others[each.request_id])
+            for each in requests
+            if each.has_room
+        }
+        return {name: tokens for name, tokens in worth.items() if tokens >= self.least_first.get(name, 0.0)}
+
+    def _ask(
+        self, drafter: DraftModelProposer, requests: Sequence[Request], asked: AbstractSet[str]
+    ) -> list[DraftTree]:
+        """A draft's trees, none for requests that it is not asked about; it reads what was committed, and is timed."""
+        self.read(set(asked))
+        started = time.perf_counter()
+        trees = drafter.propose(
+            [each if each.request_id in asked else replace(each, budget_tokens=0) for each in requests]
+        )
+        self.draft_seconds = time.perf_counter() - started
         return trees
 
     def _vllms(

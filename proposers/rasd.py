@@ -20,7 +20,6 @@ Deviations:
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, Literal
@@ -224,19 +223,12 @@ class Rasd(Hybrid):
 
     def _drafted(self, requests: Sequence[Request], others: Mapping[str, DraftTree]) -> list[DraftTree]:
         """The draft's trees; none where a pass brings less, beside what was retrieved, than it costs."""
-        left = {each.request_id: unsaid(others[each.request_id]) for each in requests if each.has_room}
-        worth = {name: self.gain.given_to(name) * chance for name, chance in left.items()}
-        asked = {name for name, tokens in worth.items() if tokens >= self.least_first.get(name, 0.0)}
-        self.read(asked)
-        most = max([worth[name] for name in asked], default=0.0)
+        worth = self._paying(requests, others)
+        most = max(worth.values(), default=0.0)
         self.draft.least_reach = self.least_reach / most if most > 0.0 else self.least_reach
-        started = time.perf_counter()
-        trees = self.draft.propose(
-            [each if each.request_id in asked else replace(each, budget_tokens=0) for each in requests]
-        )
-        self.draft_seconds = time.perf_counter() - started
-        for name in asked & self.draft.first.keys():
-            reach = [left[name] * chance for chance in (1.0, *self.draft.reached[name])]
+        trees = self._ask(self.draft, requests, worth.keys())
+        for name in worth.keys() & self.draft.first.keys():
+            reach = [unsaid(others[name]) * chance for chance in (1.0, *self.draft.reached[name])]
             self.gain.drafted(name, others[name], reach)
         return trees
 

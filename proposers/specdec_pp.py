@@ -140,11 +140,11 @@ class SpecDecPP(DraftModelProposer):
 
     def drawn(self, num_nodes: int, max_depth: int) -> TreeBuilder:
         """See `DraftModelProposer.drawn`."""
-        return self._chain(min(num_nodes, max_depth), self.chance, lambda predicted: predicted)
+        return self._chain(min(num_nodes, max_depth), self.chance)
 
     def chosen(self, num_nodes: int, max_depth: int) -> TreeBuilder:
         """See `DraftModelProposer.chosen`."""
-        return self._chain(min(num_nodes, max_depth), None, lambda predicted: predicted)
+        return self._chain(min(num_nodes, max_depth), None)
 
     chained = chosen
 
@@ -153,7 +153,7 @@ class SpecDecPP(DraftModelProposer):
         return self._chain(num_nodes, chance, sure.chance)
 
     def _chain(
-        self, num_nodes: int, chance: Chance | None, accepted: Callable[[float], float]
+        self, num_nodes: int, chance: Chance | None, accepted: Callable[[float], float] = float
     ) -> StoppedChain:
         estimates = self.calibration.estimates[CHOSEN if chance is None else DRAWN, :, 0]
         return StoppedChain(

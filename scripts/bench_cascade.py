@@ -9,13 +9,11 @@ depend on no clock. In float32 greedy answers must be the same.
 
 from __future__ import annotations
 
-import argparse
 import time
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-from bench_drafts import settings_of, use
+from bench_drafts import parser_of, settings_of, use
 
 from vllm_ext.bench import side_by_side
 from vllm_ext.bench.engine import Engine
@@ -56,12 +54,7 @@ def counted(worker: Any) -> list[int]:
 
 def main() -> None:
     """Read the arguments and print the table."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("draft", help="folder or hub name of the draft model, or 'self'")
-    parser.add_argument("--model", help="the target; none: the demo's")
-    parser.add_argument("--prompts", type=Path, action="append", required=True)
+    parser = parser_of(__doc__)
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--guesses", default="6", help="that a pass reads ahead; several with commas")
     parser.add_argument("--methods", default="0,1,2,3,4", help="which of METHODS")

@@ -10,11 +10,9 @@ counted.
 
 from __future__ import annotations
 
-import argparse
-from pathlib import Path
 from typing import Any
 
-from bench_drafts import measure, settings_of, use
+from bench_drafts import measure, parser_of, settings_of, use
 
 from vllm_ext.bench import side_by_side
 from vllm_ext.bench.engine import Engine
@@ -58,12 +56,7 @@ def passes_of(worker: Any) -> int:
 
 def main() -> None:
     """Read the arguments and print the table."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("draft", help="folder or hub name of the draft model, or 'self'")
-    parser.add_argument("--model", help="the target; none: the demo's")
-    parser.add_argument("--prompts", type=Path, action="append", required=True)
+    parser = parser_of(__doc__)
     parser.add_argument("--temperatures", default="0,1")
     parser.add_argument("--max-tokens", type=int, default=96)
     parser.add_argument("--dtype", default="bfloat16", help="float32 is faster on a CPU without AVX-512")

@@ -100,6 +100,17 @@ def resampled(counts: Any) -> tuple[float, float]:
     return low, high
 
 
+def parser_of(description: str | None) -> argparse.ArgumentParser:
+    """Of a script that asks about one draft model."""
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("draft", help="folder or hub name of the draft model, or 'self'")
+    parser.add_argument("--model", help="the target; none: the demo's")
+    parser.add_argument("--prompts", type=Path, action="append", required=True)
+    return parser
+
+
 def settings_of(arguments: argparse.Namespace) -> Settings:
     """What the engine is made with."""
     return Settings(
@@ -146,12 +157,7 @@ def measure(
 
 def main() -> None:
     """Read the arguments and print the table."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("draft", help="folder or hub name of the draft model, or 'self'")
-    parser.add_argument("--model", help="the target; none: the demo's")
-    parser.add_argument("--prompts", type=Path, action="append", required=True)
+    parser = parser_of(__doc__)
     parser.add_argument("--json", type=Path, required=True)
     parser.add_argument("--nodes", default="8,16,32")
     parser.add_argument("--temperatures", default="0,1")

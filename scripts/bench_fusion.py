@@ -13,7 +13,6 @@ retrieved comes from the datastore too. In brackets: 95 % of resamplings of the 
 
 from __future__ import annotations
 
-import argparse
 import json
 import operator
 import os
@@ -22,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from bench_drafts import resampled, settings_of
+from bench_drafts import parser_of, resampled, settings_of
 
 os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # functions are sent to the worker
 os.environ.setdefault("VLLM_PLUGINS", "vllm_ext")
@@ -103,12 +102,7 @@ def rows_of(methods: str, first_k: str) -> Iterator[tuple[str, dict[str, int | N
 
 def main() -> None:
     """Read the arguments and print the table."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("draft", help="folder or hub name of the draft model, or 'self'")
-    parser.add_argument("--model", help="the target; none: the demo's")
-    parser.add_argument("--prompts", type=Path, action="append", required=True)
+    parser = parser_of(__doc__)
     parser.add_argument("--categories", required=True, help="of the prompts, one table row after the other")
     parser.add_argument("--datastore", help="a store for the categories of --of")
     parser.add_argument("--of", default="", help="categories")

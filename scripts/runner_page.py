@@ -51,7 +51,7 @@ OPTIONS = (
     ("`state_dir`", "test_state_engine", "test_v2_state"),
     ("`export_dir`", "test_draft_reading", "no: drafts on the device do not see answers"),
     ("`online`", "test_online", "no: likewise"),
-    ("`cascade`", "test_cascade_engine", "no: what drafts for the draft is on the host"),
+    ("`cascade`", "test_cascade_engine", "no: the draft model's own drafter is on the host"),
     ("`budget`: `goodput`", "test_stress", "test_v2_scheduling"),
     ("`stand` with `branches`: `drawn`", "test_stand_engine", "no: its branches are the probable ones"),
     ("`budget`: `shared`", "test_stress", "test_v2_graphs"),

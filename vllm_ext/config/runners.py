@@ -136,7 +136,7 @@ def _of_passes(settings: Settings) -> Iterator[tuple[bool, str]]:
                 getattr(options, name) is not None,
                 f"{name} is set: drafts on the device do not see answers",
             )
-        yield options.cascade is not None, "cascade is set: what drafts for the draft is on the host"
+        yield options.cascade is not None, "cascade is set: the draft model's own drafter is on the host"
     drafting = draft_of(options)
     if isinstance(drafting, EagleOptions):
         yield block_of(drafting.model) > 1, "its head says two tokens a pass (Falcon)"

@@ -123,7 +123,7 @@ class KeptState(ABC):
         return self._choices
 
     def add_request(self, req_index: int, new_req_data: Any) -> None:
-        """vLLM's."""
+        """vLLM's; a codec that chooses begins with the prompt, or goes on behind a preemption."""
         super().add_request(req_index, new_req_data)  # type: ignore[misc]
         if self._choices is not None:
             self._choices.admit(req_index, new_req_data)

@@ -139,7 +139,7 @@ class AnswerLoss:
 
     @property
     def num_layers(self) -> int:
-        """Of the target."""
+        """How many layers the target has."""
         return len(self._layers)
 
     def keep(self, layers: Layers) -> Any:

@@ -234,7 +234,9 @@ class Hybrid(Proposer):
         # Passes come last: what the others say tells whether they pay, and a draft of ours goes on below it.
         for place, drafter in enumerate(self.drafters):
             if _in_rounds(drafter):
-                proposals[place] = self._beside(drafter, requests, self._others(requests, proposals))
+                # Where the draft does not even pay if the others say nothing, they are not put together for it.
+                told = self._others(requests, proposals) if self._may_pay(requests) else {}
+                proposals[place] = self._beside(drafter, requests, told)
             elif _asks_vllm(drafter):
                 proposals[place] = self._vllms(drafter, requests, self._others(requests, proposals))
         fused = []
@@ -273,12 +275,19 @@ class Hybrid(Proposer):
             self.gain.drafted(name, others[name], reach)
         return trees
 
+    def _may_pay(self, requests: Sequence[Request]) -> bool:
+        return any(
+            self.gain.given_to(each.request_id) >= self.least_first.get(each.request_id, 0.0)
+            for each in requests
+            if each.has_room
+        )
+
     def _paying(self, requests: Sequence[Request], others: Mapping[str, DraftTree]) -> dict[str, float]:
         """By request, the tokens that a first pass brings beside what others say, where they are worth the pass."""
         worth = {
             each.request_id: self.gain.given_to(each.request_id) * unsaid(others[each.request_id])
             for each in requests
-            if each.has_room
+            if each.has_room and each.request_id in others
         }
         return {name: tokens for name, tokens in worth.items() if tokens >= self.least_first.get(name, 0.0)}
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What tree speculation costs a step beside the forward pass, part by part, in a real engine, scheduler and worker.
 
-.venv/bin/python scripts/profile_step.py --model MODEL [--nodes 16] [--batch-size 1]
+.venv/bin/python scripts/profile_step.py --model MODEL [--method JSON] [--nodes 16] [--batch-size 1]
 """
 
 from __future__ import annotations

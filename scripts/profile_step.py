@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import json
 import os
 import statistics
 import time
@@ -98,6 +99,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", required=True)
+    parser.add_argument("--method", type=json.loads, default={"method": "token_recycling", "budget": "fixed"})
     parser.add_argument("--nodes", type=int, default=16)
     parser.add_argument("--batch-size", type=int, default=1)
     parser.add_argument("--dtype", default="bfloat16")
@@ -105,7 +107,7 @@ def main() -> None:
 
     from vllm import LLM, SamplingParams
 
-    method = {"method": "token_recycling", "num_speculative_tokens": arguments.nodes, "budget": "fixed"}
+    method = arguments.method | {"num_speculative_tokens": arguments.nodes}
     llm = LLM(
         arguments.model,
         speculative_config=method,

@@ -23,7 +23,20 @@ from vllm_ext.samplers.steering import SteeringRule
 ROOT = Path(__file__).parents[1]
 RECORD = ROOT / "docs" / "benchmarks" / "exactness.jsonl"
 V1, V2 = "V1, CPU", "V2, interpreter"
-BESIDE_HEADS = "hybrid+eagle_tree"  # as `--method` and `--v2-method` of the tests have it
+# By method: what records call it with more than its own options, and what that is.
+WITH_MORE = {
+    "hybrid": {
+        "hybrid+eagle_tree": "`eagle_tree`",
+        "hybrid+dyspec": "`dyspec`",
+        "hybrid+layerskip": "`layerskip`",
+        "hybrid+vllm:draft_model": "vLLM's `draft_model`",
+    },
+    "dyspec": {"dyspec+cascade": "`cascade`"},
+}
+V1_ALONE = {
+    "hybrid+vllm:draft_model": "no: vLLM's proposers are the V1 runner's",
+    "dyspec+cascade": "no: the draft model's own drafter is on the host",
+}
 HEAD = """# What runs on which runner
 
 Made by `python scripts/runner_page.py`. vLLM has two model runners, V1 and V2, and
@@ -121,9 +134,10 @@ def page() -> Iterator[str]:
             None: "",
         }[place]
         yield f"| `{name}` | {cell(known.get((name, V1)))} | {on_v2} | {where} |"
-        if name == "hybrid":
-            cells = (cell(known.get((BESIDE_HEADS, runner))) for runner in (V1, V2))
-            yield f"| `hybrid` with `eagle_tree` | {' | '.join(cells)} | {where} |"
+        for whole, more in WITH_MORE.get(name, {}).items():
+            of_v2 = V1_ALONE.get(whole) or cell(known.get((whole, V2)))
+            on_v1, drafts = cell(known.get((whole, V1))), "" if whole in V1_ALONE else where
+            yield f"| `{name}` with {more} | {on_v1} | {of_v2} | {drafts} |"
     yield "\n## Options and features\n\nWhere they are tested: files of `tests/engine/`.\n"
     yield "| | V1 | V2 |"
     yield "| --- | --- | --- |"

@@ -19,7 +19,7 @@ import pytest
 import slices
 from distribution import BLOCK_SIZE
 from helpers import MAX_MODEL_LEN
-from recorded import RecordedLLM
+from recorded import RecordedLLM, recorded_name
 
 # Read by vLLM when it is imported and inherited by every engine the tests start.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -302,9 +302,8 @@ def pytest_terminal_summary(terminalreporter: Any, exitstatus: int, config: pyte
     on_v2 = config.getoption("--v2-method")
     given = on_v2 or config.getoption("--method")
     method = json.loads(given) if given.startswith("{") else {"method": given}
-    heads = [each["method"] for each in method.get("drafters", ()) if "model" in each]
     entry = {
-        "method": "+".join([method["method"], *heads]),
+        "method": recorded_name(method),
         "runner": "V2, interpreter" if on_v2 else "V1, CPU",
         "vllm": metadata.version("vllm").partition("+")[0],
         "date": datetime.date.today().isoformat(),

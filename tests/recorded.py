@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What plain vLLM answers, kept in a folder: a matrix asks it the same for every method (`--plain-answers`)."""
+"""What matrices keep: plain vLLM's answers (`--plain-answers`), and by which name a method is recorded."""
 
 from __future__ import annotations
 
 import hashlib
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -45,3 +45,13 @@ class RecordedLLM:
             answer = getattr(self._start(), kind)(asked, params, **options)
             file.write_bytes(pickle.dumps(answer))
         return pickle.loads(file.read_bytes())  # of this suite's own run
+
+
+def recorded_name(method: Mapping[str, Any]) -> str:
+    """``METHOD``, ``METHOD+DRAFTER`` for drafters with passes, or ``METHOD+cascade``."""
+    names = [method["method"]]
+    for drafter in method.get("drafters", ()):
+        if isinstance(drafter, dict):
+            of_vllm = drafter.get("speculative_config", {}).get("method")
+            names.append(drafter["method"] if of_vllm is None else f"vllm:{of_vllm}")
+    return "+".join([*names, *(["cascade"] if "cascade" in method else [])])

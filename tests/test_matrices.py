@@ -10,8 +10,10 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
+from recorded import recorded_name
 
 from vllm_ext.codecs.registry import CODECS, load_codec
 from vllm_ext.config import kv_cache
@@ -95,3 +97,25 @@ def test_every_codec_is_described() -> None:
         form = block_forms_numba.form_of(load_codec(name).KERNELS or name)
         for function in ("encode_block", "decode_keys", "decode_values"):
             assert hasattr(form, function), f"{form.__name__}: {function}"
+
+
+@pytest.mark.parametrize(
+    ("method", "name"),
+    [
+        ({"method": "hybrid"}, "hybrid"),
+        ({"method": "hybrid", "drafters": ["aded", {"method": "layerskip", "width": 2}]}, "hybrid+layerskip"),
+        (
+            {
+                "method": "hybrid",
+                "drafters": [
+                    {"method": "vllm", "speculative_config": {"method": "draft_model", "model": "M"}}
+                ],
+            },
+            "hybrid+vllm:draft_model",
+        ),
+        ({"method": "dyspec", "model": "M", "cascade": "token_recycling"}, "dyspec+cascade"),
+    ],
+)
+def test_a_combination_has_a_record_of_its_own(method: Mapping[str, Any], name: str) -> None:
+    """Or what passed with it would count for the method alone."""
+    assert recorded_name(method) == name

@@ -42,6 +42,7 @@ class Plan:
         fill: whether the whole cache is filled with requests.
         max_num_batched_tokens: of a step; None: vLLM's default. Under a window what a request needs at most is that
             and its window.
+        block_size: tokens of a block of the cache; None: vLLM's default.
     """
 
     model: str
@@ -59,6 +60,7 @@ class Plan:
     dtype: str = "bfloat16"
     memory_bytes: int = 1 << 30
     max_num_batched_tokens: int | None = None
+    block_size: int | None = None
 
 
 Say = Callable[[str], None]
@@ -83,7 +85,7 @@ def measure(plan: Plan, say: Say) -> Iterator[dict[str, Any]]:
     long = {num: _different(tokens, num, plan.batch) for num in plan.decode_contexts}
     say("vLLM's cache: reading")
     expected = [_read(plain, window, TOP) for window in windows]
-    answers = [(window[: -plan.answer], window[-plan.answer :]) for window in windows]
+    answers = _split(windows, plan)
     answered = _answer(plain, answers, TOP)
     own_keys = _find_keys(plain, hidden)
     report: dict[str, Any] = {
@@ -141,6 +143,28 @@ def measure(plan: Plan, say: Say) -> Iterator[dict[str, Any]]:
     plain.llm_engine.engine_core.shutdown(timeout=SHUTDOWN_SECONDS)
 
 
+def asked_of(plan: Plan) -> dict[str, Any]:
+    """What `measure` asks, in tokens, for others to be asked the same: prompts and their answers, of windows and keys.
+
+    Raises:
+        ValueError: the text is too short.
+    """
+    from vllm.tokenizers import get_tokenizer
+
+    tokenizer = get_tokenizer(plan.model)
+    tokens = tokenizer.encode(plan.text)
+    keys = [
+        {"depth": key.depth, "prompt": key.tokens[: -key.num_answer], "answer": key.tokens[-key.num_answer :]}
+        for key in _hidden_keys(tokenizer, tokens, plan)
+    ]
+    return {"answers": _split(_windows(tokens, plan.context, plan.windows), plan), "keys": keys}
+
+
+def _split(windows: Sequence[list[int]], plan: Plan) -> list[tuple[list[int], list[int]]]:
+    """By window, what is given as a prompt, and as its answer."""
+    return [(window[: -plan.answer], window[-plan.answer :]) for window in windows]
+
+
 def _engine(plan: Plan, kv: Mapping[str, Any] | None) -> Any:
     from vllm import LLM
 
@@ -151,6 +175,7 @@ def _engine(plan: Plan, kv: Mapping[str, Any] | None) -> Any:
         max_num_seqs=64,
         max_num_batched_tokens=plan.max_num_batched_tokens,
         kv_cache_memory_bytes=plan.memory_bytes,
+        block_size=plan.block_size,
         disable_log_stats=False,
         logits_processors=["vllm_ext.bench.forced_decoding:ForcedTokens"],
         additional_config={} if kv is None else {"vllm_ext": {"kv": dict(kv)}},

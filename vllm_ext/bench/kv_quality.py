@@ -171,7 +171,7 @@ def _engine(plan: Plan, kv: Mapping[str, Any] | None) -> Any:
     return LLM(
         plan.model,
         dtype=plan.dtype,
-        max_model_len=max(plan.context, *plan.decode_contexts) + plan.decode_tokens + SPARE_TOKENS,
+        max_model_len=max([plan.context, *plan.decode_contexts]) + plan.decode_tokens + SPARE_TOKENS,
         max_num_seqs=64,
         max_num_batched_tokens=plan.max_num_batched_tokens,
         kv_cache_memory_bytes=plan.memory_bytes,

@@ -33,7 +33,7 @@ gpu-dry-run: $(INSTALLED)  ## the suite of scripts/gpu on this CPU, in Triton's 
 	rm -rf $(GPU_DRY) && mkdir -p $(GPU_DRY)
 	$(BIN)/python scripts/gpu/traces.py --out $(GPU_DRY)/traces.npz
 	$(V2) $(BIN)/python scripts/gpu/suite.py --dry --traces $(GPU_DRY)/traces.npz --out $(GPU_DRY)/results.jsonl --work $(GPU_DRY) \
-		--seconds 900 --batches 1,2 --rounds 1
+		--seconds 900 --batches 1,2 --rounds 1 --stages correct,8b,smol,kv
 	$(BIN)/python scripts/gpu/page.py $(GPU_DRY)/results.jsonl
 
 kernels: $(INSTALLED)  ## every kernel beside its reference: error, time, share of what this machine can do

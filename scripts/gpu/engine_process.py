@@ -4,11 +4,14 @@
 from __future__ import annotations
 
 import json
+import random
 import sys
 import time
 import traceback
 from multiprocessing.connection import Client
 from typing import Any
+
+from vllm_ext.bench import kv_quality
 
 
 def main() -> None:
@@ -57,6 +60,24 @@ class _Engine:
     def forget_prefixes(self) -> None:
         """Empty the prefix cache."""
         self._llm.reset_prefix_cache()
+
+    def capacity(self) -> int:
+        """Tokens that the KV cache has room for."""
+        return kv_quality.capacity(self._llm)
+
+    def step_ms(self, context: int, batch: int, tokens: int) -> float:
+        """Of decoding behind prompts of so many random tokens, the mean of ``tokens`` steps."""
+        prompts = self._random_prompts(context, batch)
+        return 1e3 * kv_quality.decode_seconds(self._llm, prompts, tokens) / tokens
+
+    def crowd(self, context: int, num: int, tokens: int) -> dict[str, float]:
+        """Answer ``num`` requests that come at once: seconds, and most that ran at once."""
+        return kv_quality.serve(self._llm, self._random_prompts(context, num), tokens)
+
+    def _random_prompts(self, size: int, num: int) -> list[list[int]]:
+        draw = random.Random(size)
+        most = self._llm.llm_engine.vllm_config.model_config.get_vocab_size() - 1
+        return [[draw.randint(1, most) for _ in range(size)] for _ in range(num)]
 
     def generate(self, texts: list[list[int]], params: list[dict[str, Any]]) -> dict[str, Any]:
         """Answer all at once; params are vLLM's, by text.

@@ -225,6 +225,29 @@ def kernels(run: Run) -> str:
     )
 
 
+def kept_kv(run: Run) -> str:
+    """Steps behind long prompts, and how many requests ran at once."""
+    rows = []
+    for context in run.values("kv crowd", "context"):
+        plain = median(line["step_ms"] for line in run.of("kv step", context=context, method="plain"))
+        for line in run.of("kv crowd", context=context):
+            steps = run.of("kv step", context=context, method=line["method"])
+            step = median(each["step_ms"] for each in steps)
+            speed = f"{step:.2f} ({plain / step:.2f}x)"
+            crowd = f"{line['at_once']:.0f}, {line['preemptions']:.0f} preempted"
+            rows.append(
+                [f"{line['method']}, {context:,}", steps[0]["batch"], speed, crowd, f"{line['seconds']:.1f}"]
+            )
+    head = [
+        "method, prompt",
+        "batch",
+        "step, ms (of plain's speed)",
+        "most at once of 3 times what fits",
+        "all, s",
+    ]
+    return table(head, rows)
+
+
 def plot(run: Run, groups: Sequence[str], path: Path) -> None:
     """Speed next to plain by batch size."""
     import matplotlib
@@ -284,6 +307,8 @@ def main() -> None:
     ):
         found = run.values(stage, "group")
         parts += [f"## {title}, {TITLES.get(group, group)}\n\n{section(run, group)}" for group in found]
+    if run.of("kv crowd"):
+        parts.append(f"## Kept blocks of long prompts\n\n{kept_kv(run)}")
     if run.of("kernel"):
         parts.append(f"## Kernels\n\n{kernels(run)}")
     if notes := run.of("note"):

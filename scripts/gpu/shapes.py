@@ -39,7 +39,7 @@ class Shape:
             "num_key_value_heads": self.kv_heads,
             "head_dim": self.head_size,
             "vocab_size": self.vocab_size,
-            "max_position_embeddings": 8192,
+            "max_position_embeddings": max(8192, self.max_model_len),
             "rms_norm_eps": 1e-5,
             "rope_theta": 500000.0,
             "hidden_act": "silu",

@@ -25,6 +25,7 @@ sys.path[:0] = [str(HERE), str(ROOT)]
 
 import correctness  # noqa: E402
 import heads  # noqa: E402
+import kept_kv  # noqa: E402
 from engines import Engine, Failed, Results  # noqa: E402
 from shapes import CORRECT, DRY, SHAPES, Shape  # noqa: E402
 from traces import Traces  # noqa: E402
@@ -359,7 +360,9 @@ def main() -> None:
         os.environ["GPU_SUITE_LOCK"] = str(arguments.work / "lock")
     stages = arguments.stages.split(",")
     suite = Suite(arguments)
-    shapes = {"dry": DRY} if suite.dry else {name: SHAPES[name] for name in SHAPES if name in stages}
+    shapes = {name: SHAPES[name] for name in SHAPES if name in stages}
+    if suite.dry and shapes:
+        shapes = {"dry": DRY}
     try:
         if "correct" in stages:
             suite.start_correct()
@@ -382,6 +385,8 @@ def main() -> None:
             for group, ready in prepared.items():
                 suite.guarded(f"{what} {group}", needs_s, stage, group, ready)
         suite.end()
+        if "kv" in stages:
+            suite.guarded("kv", 90, kept_kv.run, suite)
         if "kernels" in stages and not suite.dry:
             suite.guarded("kernels", 30, suite.kernels)
     finally:

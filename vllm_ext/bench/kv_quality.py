@@ -121,7 +121,7 @@ def measure(plan: Plan, say: Say) -> Iterator[dict[str, Any]]:
             say(f"{name}: decoding behind {num} tokens")
             ratios, steps = [], []
             for turn in range(plan.rounds + 1):
-                theirs, ours = (_decode_seconds(llm, prompts, plan.decode_tokens) for llm in (plain, encoded))
+                theirs, ours = (decode_seconds(llm, prompts, plan.decode_tokens) for llm in (plain, encoded))
                 if turn:  # the first warms up
                     ratios.append(theirs / ours)
                     steps.append(1e3 * ours / plan.decode_tokens)
@@ -308,8 +308,8 @@ def _find_keys(llm: Any, hidden: Sequence[HiddenKey]) -> list[dict[str, float]]:
     return rows
 
 
-def _decode_seconds(llm: Any, prompts: Sequence[Sequence[int]], num_tokens: int) -> float:
-    """Of so many steps, once all prompts are read."""
+def decode_seconds(llm: Any, prompts: Sequence[Sequence[int]], num_tokens: int) -> float:
+    """Of so many steps, once all prompts (token ids) are read."""
     from vllm import SamplingParams
 
     engine = llm.llm_engine
@@ -332,31 +332,42 @@ def _decode_seconds(llm: Any, prompts: Sequence[Sequence[int]], num_tokens: int)
 
 def _fill(llm: Any, tokens: Sequence[int]) -> dict[str, float]:
     """As many requests of the greatest length as vLLM says there is room for, at once."""
-    from vllm import SamplingParams
-
     config = llm.llm_engine.vllm_config
     longest = int(config.model_config.max_model_len)
-    num, engine = capacity(llm) // longest, llm.llm_engine
+    num = capacity(llm) // longest
     text = list(tokens) * (1 + longest // len(tokens) + 1)
-    before = _metric(llm, "vllm:num_preemptions")
     # The last tokens are decoded: none is done before the last prompt is read.
     left = min(32 + num * longest // config.scheduler_config.max_num_batched_tokens, longest // 2)
-    asked = SamplingParams(temperature=0, max_tokens=left, ignore_eos=True)
-    for i in range(num):
-        at = 37 * i % len(tokens)
-        engine.add_request(f"fill-{i}", {"prompt_token_ids": text[at : at + longest - left]}, asked)
+    starts = [37 * i % len(tokens) for i in range(num)]
+    prompts = [text[at : at + longest - left] for at in starts]
+    return {"requests": num, "tokens": num * longest, **serve(llm, prompts, left)}
+
+
+def serve(llm: Any, prompts: Sequence[Sequence[int]], num_tokens: int) -> dict[str, float]:
+    """Answer prompts (token ids) that come at once with so many tokens each.
+
+    Returns:
+        how many finished, most that ran ``at_once``, most of the cache's ``usage`` (0 to 1), ``preemptions``, and
+        ``seconds`` of all.
+    """
+    from vllm import SamplingParams
+
+    engine, before = llm.llm_engine, _metric(llm, "vllm:num_preemptions")
+    asked = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
+    began = time.perf_counter()
+    for i, prompt in enumerate(prompts):
+        engine.add_request(f"serve-{i}", {"prompt_token_ids": list(prompt)}, asked)
     usage, running, finished = 0.0, 0.0, 0
     while engine.has_unfinished_requests():
         finished += sum(output.finished for output in engine.step())
         usage = max(usage, _metric(llm, "vllm:kv_cache_usage_perc"))
         running = max(running, _metric(llm, "vllm:num_requests_running"))
     return {
-        "requests": num,
-        "tokens": num * longest,
         "finished": finished,
         "at_once": running,
         "usage": usage,
         "preemptions": _metric(llm, "vllm:num_preemptions") - before,
+        "seconds": time.perf_counter() - began,
     }
 
 

@@ -300,7 +300,8 @@ def main() -> None:
         parts.insert(
             0, f"![tokens a second next to plain, by requests at once]({path.with_suffix('.svg').name})"
         )
-    parts.append(f"## Correctness\n\n{correctness(run)}")
+    if run.of("correct"):
+        parts.append(f"## Correctness\n\n{correctness(run)}")
     for stage, title, section in (
         ("cost", "What a step takes", costs),
         ("anatomy", "What a step is made of", anatomy),

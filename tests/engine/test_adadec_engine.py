@@ -39,6 +39,7 @@ def release(worker: Any) -> None:
     del worker.model_runner._get_prompt_logprobs_dict, worker._vllm_ext_adadec_reader
 
 
+@pytest.mark.slow  # reads texts three times: a minute and a half where both cores are busy
 def test_entropies_and_ranks_are_the_models(model_dir: str, plain_llm: Any) -> None:
     from transformers import AutoModelForCausalLM
 

@@ -170,7 +170,6 @@ def test_branches_under_a_grammar(v2_plain: Any, v2_either: Any, monkeypatch: py
     assert {len(rows) for rows, _ in seen} <= {1, 7}
 
 
-@pytest.mark.quick
 def test_forced_text_is_drafted(v2_plain: Any, v2_either: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Names of properties, whatever a drafter knows; without it far fewer drafts are accepted."""
     kinds = [under(RECORD, max_tokens=28, temperature=1.0, seed=seed) for seed in range(2)]

@@ -73,6 +73,11 @@ OPTIONS = (
         "yes, without our scheduler's parts; draft models and early exits refuse it",
         "test_v2_processors",
     ),
+    (
+        "KV connectors: `ExampleConnector`, `OffloadingConnector`, next to methods without passes",
+        "test_connectors",
+        "no: they are tested beside V1's trees alone",
+    ),
     ("vLLM's own proposers in `hybrid`", "test_vllm_drafter", "no: they are the V1 runner's"),
     ("logits processors of V1's interface", "test_sampling_rules", "test_v2_processors"),
     ("logits processors of V2's interface", "no: vLLM's V1 runner has none", "test_v2_request_states"),

@@ -148,7 +148,10 @@ def test_register_twice_wraps_once() -> None:
         ({"speculative_config": METHOD, "worker_cls": "my.Worker"}, r"worker_cls='my.Worker'.*'auto'"),
         ({"speculative_config": METHOD, "async_scheduling": True}, r"async_scheduling=True.*False"),
         ({"speculative_config": METHOD, "runner": "pooling"}, r"runner='pooling'.*generate"),
-        ({"speculative_config": METHOD, "kv_offloading_size": 1.0}, r"KV connector.*unset"),
+        (
+            {"speculative_config": {"method": "dyspec", "model": "self"}, "kv_offloading_size": 1.0},
+            r"'OffloadingConnector'.*must be unset: .*'token_recycling'",
+        ),
     ],
 )
 def test_refusals_name_field_value_and_way_out(model_dir: str, options: dict[str, Any], says: str) -> None:
@@ -156,12 +159,16 @@ def test_refusals_name_field_value_and_way_out(model_dir: str, options: dict[str
         config_for(model_dir, **options)
 
 
-def test_kv_connector_is_refused(model_dir: str) -> None:
+def test_connectors_of_which_nothing_is_known_are_refused(model_dir: str) -> None:
     from vllm.config import KVTransferConfig
 
-    connector = KVTransferConfig(kv_connector="ExampleConnector", kv_role="kv_both")
-    with pytest.raises(ValueError, match=r"kv_transfer_config.*unset"):
-        config_for(model_dir, speculative_config=METHOD, kv_transfer_config=connector)
+    def configured(name: str) -> Any:
+        connector = KVTransferConfig(kv_connector=name, kv_role="kv_both")
+        return config_for(model_dir, speculative_config=METHOD, kv_transfer_config=connector)
+
+    with pytest.raises(ValueError, match=r"'NixlConnector'.*must be 'ExampleConnector' or"):
+        configured("NixlConnector")
+    configured("ExampleConnector")
 
 
 def test_recurrent_models_with_prefix_caching_are_refused(tmp_path: Path) -> None:

@@ -13,6 +13,12 @@ if TYPE_CHECKING:
     from vllm_ext.config.runners import RunnerChoice
 
 
+# vLLM's connectors that may stand beside trees. What they save: the first, blocks of prompts, which have no drafts; the
+# second, also blocks whose tokens were all committed when the step was scheduled. The accepted path is moved in the
+# step that verifies it, so the slots of such tokens are final.
+CONNECTORS = ("ExampleConnector", "OffloadingConnector")
+
+
 def check_engine_args(args: Any, method: str) -> None:
     """Refuse options our methods do not work with, before vLLM looks at the model.
 
@@ -24,11 +30,6 @@ def check_engine_args(args: Any, method: str) -> None:
             args.pipeline_parallel_size > 1,
             f"pipeline_parallel_size={args.pipeline_parallel_size}",
             "must be 1: only the last stage sees the logits that drafts are made of. Use tensor parallelism.",
-        ),
-        (
-            args.kv_transfer_config is not None,
-            "kv_transfer_config",
-            "must be unset: a connector saves KV rows of drafts before they are verified.",
         ),
         (
             args.worker_cls != "auto",
@@ -229,8 +230,14 @@ def check_scheduling_ahead(args: Any, method: str) -> None:
         )
 
 
-def check_vllm_config(vllm_config: Any, method: str, choice: RunnerChoice) -> None:
+def check_vllm_config(vllm_config: Any, method: str, choice: RunnerChoice, reads_nodes: bool = False) -> None:
     """Refuse what only the finished config tells (offloading turns into a connector, a model into a pooler).
+
+    Args:
+        vllm_config: vLLM's.
+        method: its name.
+        choice: of the runner.
+        reads_nodes: whether it has passes over nodes that are not verified yet; see `hybrid.reads_nodes`.
 
     Raises:
         ValueError: naming the field, its value and the way out.
@@ -238,9 +245,7 @@ def check_vllm_config(vllm_config: Any, method: str, choice: RunnerChoice) -> No
     from vllm.platforms import current_platform
 
     if vllm_config.kv_transfer_config is not None:
-        raise ValueError(
-            _refusal(method, "a KV connector (kv_transfer_config or KV offloading)", "must be unset.")
-        )
+        _check_connector(vllm_config.kv_transfer_config.kv_connector, method, choice, reads_nodes)
     if vllm_config.use_v2_model_runner != (choice.runner == "V2"):
         raise ValueError(
             _refusal(
@@ -269,6 +274,31 @@ def check_vllm_config(vllm_config: Any, method: str, choice: RunnerChoice) -> No
     if not (current_platform.is_cpu() or current_platform.is_cuda_alike()):
         raise ValueError(
             _refusal(method, f"platform {current_platform.device_name!r}", "must be CPU, CUDA or ROCm.")
+        )
+
+
+def _check_connector(name: str, method: str, choice: RunnerChoice, reads_nodes: bool) -> None:
+    """Of connectors whose saved blocks are known to hold no slot of a draft: see `CONNECTORS`."""
+    what = f"the KV connector {name!r} (kv_transfer_config or KV offloading)"
+    if name not in CONNECTORS:
+        known = " or ".join(map(repr, CONNECTORS))
+        raise ValueError(
+            _refusal(
+                method, what, f"must be {known}: of others it is not known that they leave drafts' slots out."
+            )
+        )
+    if choice.runner == "V2":
+        raise ValueError(
+            _refusal(method, what, "needs vLLM's V1 model runner: set VLLM_USE_V2_MODEL_RUNNER=0.")
+        )
+    if reads_nodes:
+        raise ValueError(
+            _refusal(
+                method,
+                what,
+                "must be unset: the method's passes write KV that a connector would save before it is right. Methods "
+                "without passes work, such as 'token_recycling'.",
+            )
         )
 
 

@@ -123,7 +123,7 @@ class Speculation(Feature):
         settings = asked.method
         if settings is None:
             return
-        refusals.check_vllm_config(vllm_config, settings.method, asked.runner)
+        refusals.check_vllm_config(vllm_config, settings.method, asked.runner, reads_nodes(settings.options))
         settings.proposer_class.check(settings.options, *vocabulary(vllm_config))
         drafting = draft_of(settings.options)
         if isinstance(drafting, DraftModelOptions):

@@ -50,7 +50,6 @@ class AnchoredRule(SteeringRule):
     name = "anchored"
     summary = "the model, within a budget of divergence from a safe one"
     paper = "arXiv 2602.07120"
-    why_v1 = "reports what it has spent, and keeps that over preemptions"
     Options = AnchoredOptions
     Params = AnchoredParams
     reports = "anchored_kl"

@@ -51,7 +51,6 @@ class EntropyAdaptiveRule(SteeringRule):
     name = "entropy_adaptive"
     summary = "a smaller model answers where entropy shows easy stretches"
     paper = "arXiv 2502.06833"
-    why_v1 = "keeps what it has seen over preemptions"
     Options = EntropyAdaptiveOptions
     Params = EntropyAdaptiveParams
 

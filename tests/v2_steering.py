@@ -22,6 +22,7 @@ SHARP: dict[str, dict[str, Any]] = {
     "svdecode": {"strength": 8.0, "alpha": 0.01},
     "caad": {"strength": 4.0, "threshold": 0.1},
     "contrastive": {"alpha": 0.05},
+    "entropy_adaptive": {"threshold": 5.0, "window": 2, "dwell": 1},
 }
 
 

@@ -44,16 +44,17 @@ def given(**asked: Any) -> dict[str, Any]:
 
 def test_rules_that_steer_bring_their_parts_on_v2(model_dir: str, with_triton: None) -> None:
     for method, parts in ((METHOD, ["V2Speculation", "V2Rules"]), (None, ["V2Rules"])):
-        config = engine_of(model_dir, method, **given(dola={}, contrastive=SELF))
+        config = engine_of(model_dir, method, **given(dola={}, anchored=SELF))
         assert config.use_v2_model_runner
         assert config.parallel_config.worker_cls == worker.path_of(parts)
+        assert scheduler.has(config, "RuleReports")
         assert scheduler.has(config, "CompanionBlocks")
         assert not config.scheduler_config.async_scheduling
 
 
 @pytest.mark.parametrize("name", [name for name in RULES if load_rule(name).why_v1])
 def test_what_v2_has_no_place_for_takes_v1(model_dir: str, with_triton: None, name: str) -> None:
-    asked = given(**{name: SELF if name in ("lol", "anchored", "entropy_adaptive") else {}})
+    asked = given(**{name: SELF if name == "lol" else {}})
     assert not engine_of(model_dir, METHOD, **asked).use_v2_model_runner
     with pytest.raises(ValueError, match=rf"'{name}' do not work.*{load_rule(name).why_v1}.*set VLLM_USE_V2"):
         engine_of(model_dir, None, **asked)

@@ -11,7 +11,7 @@ import rule_faults
 import v2_steering
 from conftest import V2_METHOD, v2_engine
 from engine_heads import options_of
-from helpers import assert_same_outputs
+from helpers import assert_same_outputs, preemptions
 from v2_requests import counters, generate, prompts, sampling, tokens
 from v2_steering import STEERING
 
@@ -37,6 +37,8 @@ KINDS = [
     asking({"dola": True}, logprobs=1, **SEEDED),
     asking({"caad": True}, top_p=0.9, **SEEDED),
     asking({"contrastive_beta": 1.5}, **SEEDED),
+    asking({"anchored_k": 0.1}, **SEEDED),
+    asking({"entropy_adaptive": True}, **SEEDED),
     asking(),
     asking(**SEEDED),
 ]
@@ -85,9 +87,21 @@ def test_each_rule_alone(trees: Any, expected: list[Any]) -> None:
         assert_same_outputs(tokens(expected)[index : index + 1], tokens(alone))
 
 
+def spent(output: Any) -> float:
+    """What `anchored` reports of a request."""
+    value: float = output.kv_transfer_params["vllm_ext"]["anchored_kl"]
+    return value
+
+
 def test_greedy_answers_are_v1s(
-    v2_dir: str, rules: dict[str, Any], expected: list[Any], monkeypatch: pytest.MonkeyPatch
+    v2_dir: str,
+    rules: dict[str, Any],
+    plain: Any,
+    trees: Any,
+    expected: list[Any],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """And what `anchored` has spent on them, with and without trees."""
     from vllm import envs
 
     envs.disable_envs_cache()
@@ -98,6 +112,12 @@ def test_greedy_answers_are_v1s(
         greedy = [index for index, each in enumerate(KINDS) if each.temperature == 0]
         found = generate(on_v1, [TEXTS[index] for index in greedy], [KINDS[index] for index in greedy])
         assert_same_outputs([tokens(expected)[index] for index in greedy], tokens(found))
+        anchored = STEERING.index("anchored")
+        text = [{"prompt_token_ids": TEXTS[anchored]}]
+        reports = [
+            spent(llm.generate(text, KINDS[anchored], use_tqdm=False)[0]) for llm in (on_v1, plain, trees)
+        ]
+        assert 0.0 < reports[0] == pytest.approx(reports[1], rel=1e-3) == pytest.approx(reports[2], rel=1e-3)
     envs.disable_envs_cache()  # engines after it are V2's again
 
 
@@ -113,7 +133,7 @@ def test_rows_beside_the_wrong_ones_are_caught(
     caught = set()
     for index, each in enumerate(KINDS):
         names = {key.partition("_")[0] for key in each.extra_args or ()}
-        if len(names) > 1:
+        if len(names) > 1 or names & {"anchored", "entropy"}:  # by the path
             continue
         wrong = generate(trees, TEXTS[index : index + 1], [each])
         if tokens(wrong)[0] != tokens(expected)[index]:
@@ -122,15 +142,16 @@ def test_rows_beside_the_wrong_ones_are_caught(
     assert {"dola", "contrastive"} <= caught <= reading
 
 
+@pytest.mark.parametrize("name", ["momentum", "anchored", "entropy_adaptive"])
 def test_chains_that_are_not_paths_are_caught(
-    trees: Any, expected: list[Any], monkeypatch: pytest.MonkeyPatch
+    trees: Any, expected: list[Any], monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     """The mutation: of a rule that reads tokens, the drafts before a row are left out."""
     right = RuleProcessor._rows
     monkeypatch.setattr(
         RuleProcessor, "_rows", lambda self, slot, request, drafts: right(self, slot, request, [])
     )
-    (index,) = [i for i, each in enumerate(KINDS) if (each.extra_args or {}).keys() == {"momentum"}]
+    index = STEERING.index(name)
     wrong = generate(trees, TEXTS[index : index + 1], KINDS[index : index + 1])
     assert tokens(wrong)[0] != tokens(expected)[index]
 
@@ -170,6 +191,35 @@ def test_layers_that_a_head_reads_too(
     found = generate(llm, [TEXTS[i] for i in places], [KINDS[i] for i in places])
     assert_same_outputs([tokens(expected)[i] for i in places], tokens(found))
     assert counters(llm)["spec_draft_tokens"] > 0
+
+
+def test_what_rules_keep_and_report_outlives_preemptions(
+    v2_dir: str, rules: dict[str, Any], plain: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a cache with room for one of them answers and budgets are what they are with room for all."""
+    texts = [{"prompt_token_ids": list(range(start, start + 90))} for start in (100, 300)]
+    kinds = [
+        sampling(extra_args={name: True}, max_tokens=40, temperature=1.0, seed=1)
+        for name in ("anchored", "entropy_adaptive")
+    ]
+    expected = plain.generate(texts, kinds, use_tqdm=False)
+    llm = v2_engine(v2_dir, V2_METHOD, num_gpu_blocks_override=7, max_model_len=160, **rules)
+
+    def answers() -> list[Any]:
+        before = preemptions(llm)
+        found: list[Any] = llm.generate(texts, kinds, use_tqdm=False)
+        assert preemptions(llm) > before
+        return found
+
+    def tokens_of(found: list[Any]) -> list[list[int]]:
+        return tokens([each.outputs[0] for each in found])
+
+    got = answers()
+    assert_same_outputs(tokens_of(expected), tokens_of(got))
+    assert 0.0 < spent(got[0]) == pytest.approx(spent(expected[0]), rel=1e-3)
+    assert got[1].kv_transfer_params is None
+    monkeypatch.setattr(RuleProcessor, "keep", lambda *given: None)  # the mutation
+    assert tokens_of(answers()) != tokens_of(expected)
 
 
 @pytest.mark.parametrize("name", STEERING)

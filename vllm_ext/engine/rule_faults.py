@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -103,14 +104,20 @@ def end(logits: torch.Tensor, rows: Mapping[int, Row]) -> None:
             logits[index, row.end or 0] = 0.0
 
 
-def attach(output: Any, faults: Mapping[str, tuple[int, str]]) -> None:
-    """Send a step's faults with its tokens.
+def attach(
+    output: Any,
+    faults: Mapping[str, tuple[int, str]],
+    notes: Mapping[str, Mapping[int, float]] = MappingProxyType({}),
+) -> None:
+    """Send a step's faults with its tokens, and what rules have noted of these.
 
     Args:
         output: vLLM's ModelRunnerOutput, or what it becomes one of.
         faults: by request id; see `StepExtras`.
+        notes: likewise.
     """
-    if faults and output is not None:
+    if (faults or notes) and output is not None:
         for own in ("model_runner_output", "_model_runner_output"):  # of V2's and V1's asynchronous outputs
             output = getattr(output, own, output)
-        step_extras.set_of(output).faults = dict(faults)
+        extras = step_extras.set_of(output)
+        extras.faults, extras.notes = dict(faults), dict(notes)

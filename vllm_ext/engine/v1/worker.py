@@ -96,9 +96,8 @@ class Rules(Part):
         processors, names = runner.input_batch.logitsprocs, runner.input_batch.req_ids
         if runner.may_defer:
             step_extras.set_of(output).deferrals = runner.deferrals
-        if self._reports:
-            step_extras.set_of(output).notes = logits_processor.take_notes(processors, names)
-        rule_faults.attach(output, logits_processor.take_faults(processors, names))
+        notes = logits_processor.take_notes(processors, names) if self._reports else {}
+        rule_faults.attach(output, logits_processor.take_faults(processors, names), notes)
         return output
 
     def shutdown(self) -> None:

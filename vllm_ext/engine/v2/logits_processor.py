@@ -43,6 +43,7 @@ class _Request:
     end: int
     kept: dict[str, dict[int, Any]]  # by rule, see `Row.kept`
     faults: dict[int, str]  # see `Row.faults`
+    notes: dict[int, float]  # see `Row.notes`
     prompt: list[int] | None = None  # None: not read yet
     output: list[int] | None = None  # what the host has read of it
 
@@ -104,7 +105,8 @@ class RuleProcessor(LogitsProcessor):  # type: ignore[misc]  # vLLM is untyped t
             return True
         asked, end = asked_of(sampling_params), sampling_params.eos_token_id
         reads = any(self._rules[name].reads_tokens for name, _ in asking)
-        self._requests[req_idx] = _Request(reads, asking, asked, end, {name: {} for name, _ in asking}, {})
+        kept: dict[str, dict[int, Any]] = {name: {} for name, _ in asking}
+        self._requests[req_idx] = _Request(reads, asking, asked, end, kept, {}, {})
         return True
 
     def apply_staged_writes(self) -> None:
@@ -171,6 +173,7 @@ class RuleProcessor(LogitsProcessor):  # type: ignore[misc]  # vLLM is untyped t
                     request.asked,
                     kept=request.kept[name],
                     faults=request.faults,
+                    notes=request.notes,
                 ),
             )
 
@@ -193,6 +196,12 @@ class RuleProcessor(LogitsProcessor):  # type: ignore[misc]  # vLLM is untyped t
         rule_faults.wait_no_longer(name, list(rows.values()), late)
         logits[index] = part
 
+    def keep(self, slot: int, kept: dict[str, dict[int, Any]]) -> None:
+        """Go on with what was kept of the request in a slot, by rule, and keep what comes there; see `Row.kept`."""
+        if (request := self._requests.get(slot)) is not None:
+            for name, its in request.kept.items():
+                request.kept[name] = kept.setdefault(name, its)
+
     def reads_companion(self, slots: Iterable[int]) -> bool:
         """Whether a request in one of these slots is under a rule that reads the second model."""
         return any(
@@ -201,6 +210,20 @@ class RuleProcessor(LogitsProcessor):  # type: ignore[misc]  # vLLM is untyped t
             if slot in self._requests
             for name, _ in self._requests[slot].asking
         )
+
+    def take_notes(self, slots: Mapping[str, int]) -> dict[str, dict[int, float]]:
+        """What rules have noted of tokens since the last call, by request id; see `Row.notes`.
+
+        Args:
+            slots: by request id.
+        """
+        if not self.settings.reports:
+            return {}
+        found = {}
+        for name, slot in slots.items():
+            if slot in self._requests and (notes := self._requests[slot].notes):
+                found[name], self._requests[slot].notes = notes, {}
+        return found
 
     def take_faults(self, slots: Mapping[str, int]) -> dict[str, tuple[int, str]]:
         """What rules have raised for some requests, by request id: a place in the output, and the reason.

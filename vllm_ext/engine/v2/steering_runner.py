@@ -29,18 +29,20 @@ class RuledRunner:
     execute_model_state: Any
     vllm_config: Any
     sampler: Any
+    req_states: Any
 
     # After how many layers the target hands out hidden states: set by `hidden_states`, for rules and heads.
     aux_layers: Sequence[int] = ()
     aux_logits: aux_logits.StepAuxLogits | None = None
     _streams: list[torch.Tensor] | None = None  # of the step that is sampled, after each of `aux_layers`
+    _kept: dict[str, dict[str, dict[int, Any]]]  # by request id, by rule; see `Row.kept`
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         """vLLM's; then what rules read is made, before a method's heads ask for layers of theirs."""
         super().load_model(*args, **kwargs)  # type: ignore[misc]
         settings = rules.of_vllm_config(self.vllm_config)
         assert settings is not None
-        self.aux_logits = aux_logits.of_rules(self, settings)
+        self.aux_logits, self._kept = aux_logits.of_rules(self, settings), {}
         self._processor.aux_logits = self.aux_logits
 
     @property
@@ -48,6 +50,16 @@ class RuledRunner:
         """The one of rules."""
         (found,) = (each for each in self.sampler.logits_processors if isinstance(each, RuleProcessor))
         return found
+
+    def add_requests(self, scheduler_output: Any) -> None:
+        """vLLM's; what rules keep of a request outlives its preemptions. vLLM calls it in each step."""
+        super().add_requests(scheduler_output)  # type: ignore[misc]
+        for name in scheduler_output.finished_req_ids:
+            self._kept.pop(name, None)
+        for request in scheduler_output.scheduled_new_reqs:
+            if request.sampling_params is not None:
+                slot = self.req_states.req_id_to_index[request.req_id]
+                self._processor.keep(slot, self._kept.setdefault(request.req_id, {}))
 
     def execute_model(self, *args: Any, **kwargs: Any) -> Any:
         """vLLM's, and the second model's behind it where a request of the batch asks for it."""

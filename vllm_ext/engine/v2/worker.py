@@ -46,12 +46,13 @@ class Rules:
         return times
 
     def sample_tokens(self, grammar_output: Any) -> Any:
-        """vLLM's; what rules have raised goes with the tokens."""
+        """vLLM's; what rules have raised and noted goes with the tokens."""
         output = super().sample_tokens(grammar_output)  # type: ignore[misc]
         runner = self.model_runner
         for processor in runner.sampler.logits_processors if runner.sampler is not None else ():
             if isinstance(processor, RuleProcessor):
-                rule_faults.attach(output, processor.take_faults(runner.req_states.req_id_to_index))
+                slots = runner.req_states.req_id_to_index
+                rule_faults.attach(output, processor.take_faults(slots), processor.take_notes(slots))
         return output
 
 

@@ -65,7 +65,7 @@ class CadRule(SteeringRule):
     name = "cad"
     summary = "what the prompt changes against another one, amplified"
     paper = "arXiv 2305.14739, 2306.17806"
-    why_v1 = "reads a pair of the request, behind another prompt"
+    reads_tokens = False
     Options = CadOptions
     Params = CadParams
     has_pairs = True

@@ -74,7 +74,7 @@ class LolRule(SteeringRule):
     name = "lol"
     summary = "contrasts with a weaker model at two layers"
     paper = "arXiv 2408.08769"
-    why_v1 = "may read a pair of the request, behind another prompt"
+    reads_tokens = False
     Options = LolOptions
     Params = LolParams
     has_pairs = True
@@ -98,7 +98,7 @@ class LolRule(SteeringRule):
         instructed = [row.params.lol_instruction is not None for row in rows]
         if any(instructed):
             aux_logits = aux_logits.of_pairs(instructed)
-            which = torch.tensor(instructed, device=logits.device)[:, None]
+            which = torch.tensor(instructed).to(logits.device, non_blocking=True)[:, None]
             # What rules before this one have forbidden stays so.
             expert = torch.where(which & (logits > -torch.inf), aux_logits.target(), logits)
         of = plausible(expert, self.values(rows, "alpha", logits))

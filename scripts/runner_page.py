@@ -116,7 +116,7 @@ def rules() -> Iterator[str]:
     for name in RULES:
         rule, tests = load_rule(name), ("test_sampling_rules", "test_v2_rules")
         if issubclass(rule, SteeringRule):
-            tests = ("test_steering", "test_v2_steering")
+            tests = ("test_steering", "test_v2_pairs" if rule.has_pairs else "test_v2_steering")
         on_v1, on_v2 = (f"`{test}.py`" for test in tests)
         cells = on_v1, on_v2 if rule.why_v1 is None else f"no: it {rule.why_v1}"
         by_tests.setdefault(cells, []).append(f"`{name}`")

@@ -20,7 +20,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from vllm_ext.engine import paired_requests, step_extras
 from vllm_ext.engine.composed.parts import load
-from vllm_ext.engine.v1.paired_rows import PairedRows
+from vllm_ext.engine.steering.paired_rows import PairedRows
 from vllm_ext.samplers.steering import Candidate, Deferral
 
 BLOCK = 16

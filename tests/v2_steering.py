@@ -16,12 +16,16 @@ from vllm_ext.samplers.registry import RULES, load_rule
 from vllm_ext.samplers.steering import CompanionOptions, SteeringRule
 
 STEERING = [name for name in RULES if not needs_v1(name) and issubclass(load_rule(name), SteeringRule)]
+# What a request under each asks for, where it is more than that.
+ASKED: dict[str, dict[str, Any]] = {name: {name: True} for name in STEERING} | {"cad": {"cad_negative": ""}}
 # Options that show more than a rule's defaults do.
 SHARP: dict[str, dict[str, Any]] = {
     "dola": {"candidates": [0, 1], "norm": True},
     "svdecode": {"strength": 8.0, "alpha": 0.01},
     "caad": {"strength": 4.0, "threshold": 0.1},
     "contrastive": {"alpha": 0.05},
+    "cad": {"alpha": 5.0},
+    "lol": {"omega": 0.5, "alpha": 0.05},
     "entropy_adaptive": {"threshold": 5.0, "window": 2, "dwell": 1},
 }
 

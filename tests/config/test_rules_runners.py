@@ -90,6 +90,15 @@ def test_graphs_of_whole_steps_are_refused(model_dir: str, with_triton: None) ->
     ):
         refusals.check_rules_config(config, ruled, True)
     refusals.check_rules_config(config, rules.parse({"dola": {}}), True)
+    pairs, model = rules.parse({"cad": {}}), config.model_config
+    recurrent = SimpleNamespace(runner_type="generate", skip_tokenizer_init=False, is_hybrid=True)
+    for name in ("model", "tokenizer", "tokenizer_mode", "tokenizer_revision", "trust_remote_code"):
+        setattr(recurrent, name, getattr(model, name))
+    refusals.check_rules_config(config, pairs, True)
+    config.model_config = recurrent
+    with pytest.raises(ValueError, match=r"'cad' does not work with model .* recurrent"):
+        refusals.check_rules_config(config, pairs, True)
+    config.model_config = model
     config.parallel_config.enable_batch_sharded_sampling = True
     with pytest.raises(ValueError, match="do not work with enable_batch_sharded_sampling=True"):
         refusals.check_rules_config(config, rules.parse({"dola": {}}), True)

@@ -8,7 +8,7 @@ from typing import Any
 from vllm import SamplingParams
 
 from vllm_ext.engine import paired_requests
-from vllm_ext.engine.v1.paired_rows import PairedRows
+from vllm_ext.engine.steering.paired_rows import PairedRows
 
 
 def pairs_of(**primaries: str) -> PairedRows:

@@ -230,7 +230,7 @@ def test_rows_beside_the_wrong_ones_are_caught(trees: Any, expected: list[Any]) 
 
 def leave_pairs(worker: Any) -> None:
     """The mutation: primaries go on where their pairs are not in the step."""
-    from vllm_ext.engine.v1.paired_rows import PairedRows
+    from vllm_ext.engine.steering.paired_rows import PairedRows
 
     kept: Any = PairedRows
     kept.honest = PairedRows.begin
@@ -244,7 +244,7 @@ def leave_pairs(worker: Any) -> None:
 
 
 def mend_pairs(worker: Any) -> None:
-    from vllm_ext.engine.v1.paired_rows import PairedRows
+    from vllm_ext.engine.steering.paired_rows import PairedRows
 
     kept: Any = PairedRows
     kept.begin = kept.honest

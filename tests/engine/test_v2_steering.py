@@ -13,7 +13,7 @@ from conftest import V2_METHOD, v2_engine
 from engine_heads import options_of
 from helpers import assert_same_outputs, preemptions
 from v2_requests import counters, generate, prompts, sampling, tokens
-from v2_steering import STEERING
+from v2_steering import ASKED, STEERING
 
 from vllm_ext.engine.steering.aux_logits import StepAuxLogits
 from vllm_ext.engine.v2.logits_processor import RuleProcessor
@@ -30,7 +30,7 @@ def asking(extra_args: dict[str, Any] | None = None, **values: Any) -> Any:
 
 
 KINDS = [
-    *(asking({name: True}) for name in STEERING),
+    *(asking(ASKED[name]) for name in STEERING),
     asking({"dola": True, "svdecode": True}, repetition_penalty=1.2),
     asking({"dola": True, "momentum": True}),  # by the path, and layers
     asking({"dola_alpha": 0.01, "contrastive": True, "rpg": 20.0}),
@@ -129,17 +129,17 @@ def test_rows_beside_the_wrong_ones_are_caught(
     monkeypatch.setattr(
         StepAuxLogits, "call", lambda self, rows: right(self, None if rows is None else rows * 0)
     )
-    reading = {"dola", "caad", "contrastive"}
+    reading = {"dola", "caad", "contrastive", "lol"}
     caught = set()
     for index, each in enumerate(KINDS):
         names = {key.partition("_")[0] for key in each.extra_args or ()}
-        if len(names) > 1 or names & {"anchored", "entropy"}:  # by the path
+        if len(names) > 1 or names & {"anchored", "entropy", "cad"}:  # by the path, and of pairs
             continue
         wrong = generate(trees, TEXTS[index : index + 1], [each])
         if tokens(wrong)[0] != tokens(expected)[index]:
             caught |= names
     # Hidden states of a request's rows may be so much alike that `caad` finds the same contexts.
-    assert {"dola", "contrastive"} <= caught <= reading
+    assert {"dola", "contrastive", "lol"} <= caught <= reading
 
 
 @pytest.mark.parametrize("name", ["momentum", "anchored", "entropy_adaptive"])
@@ -231,7 +231,7 @@ def test_a_rule_that_raises_ends_its_request_alone(plain: Any, trees: Any, name:
         rule_faults.check_that_one_request_ends(
             llm,
             name,
-            lambda _: sampling(extra_args={name: True}, max_tokens=12),
+            lambda _: sampling(extra_args=ASKED[name], max_tokens=12),
             sampling(max_tokens=12),
             where,
             prompts(3, seed=20),

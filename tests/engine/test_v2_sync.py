@@ -273,16 +273,16 @@ def test_steps_with_a_structured_request_wait_once(
 def test_rules_that_read_no_tokens_wait_once_or_never(
     v2_dir: str, model_dir: str, v2_plain: Any, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
-    """`dola` and `contrastive` for whether more tokens than were looked up are plausible."""
+    """`dola`, `contrastive` and `lol` for whether more tokens than were looked up are plausible."""
     rules = v2_steering.options_of(v2_dir, model_dir, tmp_path)
     llm = v2_engine(v2_dir, V2_METHOD, additional_config={"vllm_ext": {"rules": rules}})
     request.getfixturevalue("trapped")
-    for name in ("svdecode", "caad", "dola", "contrastive"):
-        kinds = [sampling(max_tokens=6, extra_args={name: True}), sampling(max_tokens=6)]
+    for name in ("svdecode", "caad", "dola", "contrastive", "cad", "lol"):
+        kinds = [sampling(max_tokens=6, extra_args=v2_steering.ASKED[name]), sampling(max_tokens=6)]
         generate(llm, prompts(2, seed=12), kinds)
         # Noted as what asks, and as the operator that it takes.
         asks = {"Tensor.__bool__ in plausible.py, plausible", "aten.is_nonzero"}
-        assert set(_waits) == (asks if name in ("dola", "contrastive") else set()), name
+        assert set(_waits) == (asks if name in ("dola", "contrastive", "lol") else set()), name
         assert len(_waits) <= 2 * 8  # a step each
         _waits.clear()
 
@@ -365,6 +365,7 @@ KNOWN = {
     "ReadingPasses._read_some",  # numpy: query_start
     "KeptState._keep",  # of the host: seq_lens_cpu_upper_bound
     "Choices.ask",  # numpy: num_computed_tokens_np, num_scheduled_tokens, query_start_loc_np
+    "PairedSteps.begin",  # numpy: cu_num_logits_np, prefill_len_np
     "Choices.settle",  # what has arrived on the host
 }
 

@@ -181,6 +181,12 @@ def check_rules_config(vllm_config: Any, ruled: RuleSettings, on_v2: bool) -> No
             "offloading): it must be unset, as the requests it adds have no other side. Leave it out, or remove the "
             "rule."
         )
+    if on_v2 and ruled.adds_requests and (model.is_hybrid or model.is_attention_free):
+        raise ValueError(
+            f"sampling rule {ruled.adds_requests[0]!r} does not work with model {model.model!r}, which has recurrent "
+            "(Mamba-like) layers, on vLLM's V2 model runner: all of its layers must be attention, as a request that "
+            "waits for another reads its last token again. Choose another model, or remove the rule."
+        )
     if on_v2 and ruled.steers and parallel.enable_batch_sharded_sampling:
         raise ValueError(
             "sampling rules that steer do not work with enable_batch_sharded_sampling=True on vLLM's V2 model runner: "

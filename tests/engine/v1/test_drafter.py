@@ -21,9 +21,9 @@ from vllm_ext.config import speculative
 from vllm_ext.engine.composed import parts
 from vllm_ext.engine.composed import worker as worker_parts
 from vllm_ext.engine.paired_requests import PRIMARY
+from vllm_ext.engine.steering.paired_rows import PairedRows
 from vllm_ext.engine.tree_layout import StepTrees
 from vllm_ext.engine.v1.drafter import Drafter
-from vllm_ext.engine.v1.paired_rows import PairedRows
 from vllm_ext.kernels.learned_arrays import Learned, check_array
 from vllm_ext.proposers.base import Proposer, Request, VerifiedRows
 from vllm_ext.proposers.budget import GoodputBudget

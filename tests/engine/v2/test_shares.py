@@ -64,6 +64,15 @@ def test_the_likeliest_nodes_stay(graphs: Any) -> None:
     assert output.total_num_scheduled_tokens == 10
 
 
+def test_beside_pairs_all_have_as_many() -> None:
+    """A pair, whose nodes' chances nobody knows, verifies what its primary does."""
+    output = step({"a": 5, "a-pair": 5, "b": 5}, {"a": 4, "a-pair": 4, "b": 4}, level=2)
+    made = cut(output, {"a": SURE, "b": UNSURE}, None, alike=True)
+    assert made.num_scheduled_tokens == {"a": 3, "a-pair": 3, "b": 3}
+    other = cut(output, {"a": SURE, "b": UNSURE}, None).num_scheduled_tokens
+    assert other["a"] != other["a-pair"]
+
+
 def test_a_step_keeps_its_graph() -> None:
     """With graphs of one length all have as many; of prompts there is none in any case."""
     chances = {"a": SURE, "b": UNSURE}

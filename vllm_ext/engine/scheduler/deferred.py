@@ -33,9 +33,14 @@ class DeferredTokens:
     max_model_len: int
 
     _deferred: Mapping[str, Any] = MappingProxyType({})  # by request of the step; None: a rule waits
+    _held: Sequence[str] = ()  # requests that got no token in the last step
     _num_stuck = 0  # steps on end whose requests have all waited for others
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
+        # Their other halves may come with no drafts, or with others; V2's worker gives some to all.
+        for name in self._held:
+            if name in self.requests:
+                self.requests[name].spec_token_ids = []
         if self._num_stuck:
             self._make_room()
         return super().schedule(*args, **kwargs)  # type: ignore[misc]
@@ -50,7 +55,7 @@ class DeferredTokens:
             self._put_back(scheduler_output.num_scheduled_tokens)
             self._end_orphans()
         else:
-            self._num_stuck = 0
+            self._num_stuck, self._held = 0, ()
         self._deferred = {}
         return outputs
 
@@ -93,15 +98,15 @@ class DeferredTokens:
 
     def _put_back(self, scheduled: Mapping[str, int]) -> None:
         """One token, each request of the step that waits and got none."""
-        num_held = 0
+        held = []
         for name in scheduled:
             if self._waits(name) and self._is_running(name):
                 request = self.requests[name]
                 # Else its last token is new, and not yet computed.
                 if request.num_computed_tokens >= request.num_tokens:
                     request.num_computed_tokens = request.num_tokens - 1
-                    num_held += 1
-        stuck = 0 < num_held == len(scheduled)
+                    held.append(name)
+        self._held, stuck = held, 0 < len(held) == len(scheduled)
         self._num_stuck = self._num_stuck + 1 if stuck else 0
 
     def _make_room(self) -> None:

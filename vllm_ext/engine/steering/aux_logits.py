@@ -173,7 +173,7 @@ class StepAuxLogits:
 
         Args:
             token_rows: those of the step's tokens that have logits.
-            logits: ``[num_rows, vocab]``; None where no rule reads `target`.
+            logits: ``[num_rows, vocab]``; None where no rule reads `target`, or `logits_are` tells them.
             final: ``[num_tokens, hidden_size]`` what the head reads.
             streams: of the layers that are read, as `HiddenStates.hold` takes them.
         """
@@ -183,6 +183,10 @@ class StepAuxLogits:
         if self.read is not None:
             assert streams is not None
             self.read.hold(streams, token_rows)
+
+    def logits_are(self, logits: torch.Tensor) -> None:
+        """The step's, ``[num_rows, vocab]``, where `begin` came before them."""
+        self._logits = logits
 
     def call(self, rows: torch.Tensor | None) -> None:
         """The sampler is asked for these of the rows with logits; None: for all, in their order."""
@@ -226,7 +230,9 @@ class StepAuxLogits:
         assert self.pair_rows is not None
         other, own = copy.copy(self), torch.arange(len(self.pair_rows), device=self.pair_rows.device)
         rows = own if self._rows is None else self._rows
-        other._rows = torch.where(torch.tensor(which, device=rows.device), self.pair_rows[rows], rows)
+        other._rows = torch.where(
+            torch.tensor(which).to(rows.device, non_blocking=True), self.pair_rows[rows], rows
+        )
         return other
 
     def hidden(self) -> torch.Tensor:

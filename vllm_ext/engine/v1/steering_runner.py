@@ -11,9 +11,9 @@ from vllm_ext import patches
 from vllm_ext.config.rules import RuleSettings
 from vllm_ext.engine import step_extras
 from vllm_ext.engine.steering import aux_logits
+from vllm_ext.engine.steering.paired_rows import PairedRows
 from vllm_ext.engine.v1 import logits_processor
 from vllm_ext.engine.v1.logits_processor import RuleProcessor
-from vllm_ext.engine.v1.paired_rows import PairedRows
 from vllm_ext.engine.v1.undrawn_noise import UndrawnNoise
 from vllm_ext.samplers.registry import load_rule
 from vllm_ext.samplers.steering import Deferral, LookaheadRule

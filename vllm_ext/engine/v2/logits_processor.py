@@ -20,7 +20,7 @@ from vllm_ext.config import rules
 from vllm_ext.config.asked import asked_of
 from vllm_ext.config.rules import Asking, RuleSettings
 from vllm_ext.data.model_files import ModelVocabulary
-from vllm_ext.engine import rule_faults, rule_requests
+from vllm_ext.engine import paired_requests, rule_faults, rule_requests
 from vllm_ext.engine.recurrent.device_rows import to_device
 from vllm_ext.engine.rule_requests import Configured
 from vllm_ext.engine.v2.trie_rows import TrieRows
@@ -85,6 +85,10 @@ class RuleProcessor(LogitsProcessor):  # type: ignore[misc]  # vLLM is untyped t
         self._patience = None if several else rule_faults.SHORT_PATIENCE
         self._requests: dict[int, _Request] = {}  # by slot; none of those that are masked on the device
         self._tries = TrieRows.of(self._rules, req_states)
+        # Slots of pairs that a second model is to read along with their primaries.
+        self._pairs: set[int] = set()
+        paired = [self.settings.options[name] for name in self.settings.paired_rules]
+        self._pairs_are_read = any(isinstance(options, CompanionOptions) for options in paired)
 
     def is_under(self, slot: int) -> bool:
         """Whether the request in a slot is under a rule that reads its tokens, on the host."""
@@ -94,6 +98,9 @@ class RuleProcessor(LogitsProcessor):  # type: ignore[misc]  # vLLM is untyped t
     def add_request(self, req_idx: int, sampling_params: Any) -> bool:
         """See vLLM's; whether the request is under a rule."""
         self._requests.pop(req_idx, None)
+        self._pairs.discard(req_idx)
+        if self._pairs_are_read and paired_requests.primary_of(sampling_params) is not None:
+            self._pairs.add(req_idx)
         if self._tries is not None:
             self._tries.drop(req_idx)
         asking = self.settings.of_request(sampling_params)
@@ -203,12 +210,14 @@ class RuleProcessor(LogitsProcessor):  # type: ignore[misc]  # vLLM is untyped t
                 request.kept[name] = kept.setdefault(name, its)
 
     def reads_companion(self, slots: Iterable[int]) -> bool:
-        """Whether a request in one of these slots is under a rule that reads the second model."""
+        """Whether a request in one of these slots is under a rule that reads the second model, or the pair of one."""
         return any(
-            isinstance(self.settings.options[name], CompanionOptions)
+            slot in self._pairs
+            or any(
+                isinstance(self.settings.options[name], CompanionOptions)
+                for name, _ in (self._requests[slot].asking if slot in self._requests else ())
+            )
             for slot in slots
-            if slot in self._requests
-            for name, _ in self._requests[slot].asking
         )
 
     def take_notes(self, slots: Mapping[str, int]) -> dict[str, dict[int, float]]:

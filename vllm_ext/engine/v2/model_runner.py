@@ -29,6 +29,7 @@ from vllm_ext.engine.recurrent.device_rows import DeviceSteps
 from vllm_ext.engine.v2 import shares
 from vllm_ext.engine.v2.logits_processor import RuleProcessor
 from vllm_ext.engine.v2.model_state import TreeState
+from vllm_ext.engine.v2.paired_steps import PairedSteps
 from vllm_ext.engine.v2.penalties import TreeBadWords, TreePenalties
 from vllm_ext.engine.v2.rejection_sampler import LearningSampler, TreeVerifier
 from vllm_ext.engine.v2.speculators.base import TreeSpeculator
@@ -57,6 +58,7 @@ class SpeculativeRunner:
     device: torch.device
     adaptive_verification: Any
 
+    halves: PairedSteps | None = None  # of `steering_runner`, which stands behind
     # After how many layers the target hands out hidden states.
     aux_layers: Sequence[int] = ()
     # int [requests] of the step that runs, until its adapters are set.
@@ -69,6 +71,7 @@ class SpeculativeRunner:
         """vLLM's; then the parts that it has made learn of trees."""
         super().load_model(*args, **kwargs)  # type: ignore[misc]
         runner: Any = self
+        self.speculator.halves = self.halves
         patches.subclass_in_place(self.model_state, TreeState)
         self.model_state.speculator = self.speculator
         patches.subclass_in_place(self.sampler, LearningSampler)
@@ -170,7 +173,11 @@ class SpeculativeRunner:
             # What lay behind has been taken (`scheduler.draft_blocks`).
             runner.block_tables.num_blocks.np[extras.kept_in, self.req_states.req_id_to_index[name]] = number
         if not any(self._is_structured(name) for name in scheduler_output.scheduled_spec_decode_tokens):
-            scheduler_output = shares.cut(scheduler_output, self.speculator.chances, runner.cudagraph_manager)
+            # Halves of pairs have equally many, and chances are known of one alone.
+            alike = self.halves is not None and len(self.halves.known) > 0
+            scheduler_output = shares.cut(
+                scheduler_output, self.speculator.chances, runner.cudagraph_manager, alike
+            )
         return super().execute_model(scheduler_output, *args, **kwargs)  # type: ignore[misc]
 
     def prepare_inputs(self, *args: Any, **kwargs: Any) -> Any:

@@ -45,6 +45,7 @@ class LearningSampler:
             return output  # made up to warm up
         done = input_batch.num_computed_tokens_np + input_batch.num_scheduled_tokens
         speaking = int((done >= input_batch.prefill_len_np).sum())
+        speaking -= 0 if trees.halves is None else trees.halves.num_apart
         trees.counts.count("spec_emitted_tokens", speaking)
         trees.counts.count("spec_steps", speaking)
         if trees.needs(has_drafts=False):
@@ -86,13 +87,15 @@ class TreeVerifier(RejectionSampler):  # type: ignore[misc]  # vLLM is untyped t
         num_nans = get_num_nans(logits) if sampler.compute_nans else None
         rows = input_batch.logits_indices
         ids, pos = input_batch.input_ids[rows], input_batch.positions[rows]
+        if trees.halves is not None:
+            trees.halves.read(logits)
         self._row = self._request = 0
         self._row_start = input_batch.cu_num_logits_np
         self._seq_lens, self._invalid = input_batch.seq_lens, invalid_drafts
         ids_state = sampler.logprob_token_ids_state
         self._num_token_ids = ids_state.max_num_token_ids(input_batch.idx_mapping_np)
         self.walked = Walked.of_size(input_batch.num_reqs, len(ids), 1 + trees.num_nodes, ids.device)
-        sampled, _, logprobs, masks = self._verify_in_chunks(
+        _, _, logprobs, masks = self._verify_in_chunks(
             logits,
             input_batch,
             None,
@@ -102,6 +105,8 @@ class TreeVerifier(RejectionSampler):  # type: ignore[misc]  # vLLM is untyped t
             sampler.sampling_states.max_num_logprobs(input_batch.idx_mapping_np),
         )
         walked = self.walked
+        if trees.halves is not None:
+            trees.halves.settle_walk(walked, trees.layout.parents, trees.counts.on_device)
         if trees.needs(has_drafts=True):
             verified = WalkedRows(
                 input_batch.cu_num_logits,
@@ -114,7 +119,7 @@ class TreeVerifier(RejectionSampler):  # type: ignore[misc]  # vLLM is untyped t
             )
             trees.learn(StepRows(logits, verified, trees.layout))
         return SamplerOutput(
-            sampled_token_ids=sampled,
+            sampled_token_ids=walked.emitted,
             logprobs_tensors=logprobs,
             num_nans=num_nans,
             num_sampled=walked.num_emitted,

@@ -45,18 +45,21 @@ def are_shared(vllm_config: Any, settings: Settings) -> bool:
     return settings.options.budget == "shared" and problem(vllm_config, settings) is None
 
 
-def cut(output: Any, chances: Mapping[str, Float32], graphs: Any) -> Any:
+def cut(output: Any, chances: Mapping[str, Float32], graphs: Any, alike: bool = False) -> Any:
     """A step with as many drafts as it is to verify.
 
     Args:
         output: vLLM's ``SchedulerOutput``, left as it is: the scheduler may hold the same object.
         chances: by request, of the nodes of its tree; who has no tree is not in it.
         graphs: vLLM's ``CudaGraphManager``; None where there are none.
+        alike: all requests are to have equally many, where the scheduler has given them so.
     """
     level, drafts = step_extras.of(output).level, output.scheduled_spec_decode_tokens
     if level is None or not drafts:
         return output
     even = {name: min(level, len(tokens)) for name, tokens in drafts.items()}
+    if alike:
+        return _with_drafts(output, even)
     known = [chances.get(name, NO_CHANCES)[: len(tokens)] for name, tokens in drafts.items()]
     by_chance = dict(zip(drafts, shared_out(known, sum(even.values())), strict=True))
     return _with_drafts(output, by_chance if _may_differ(output, by_chance, even, graphs) else even)

@@ -20,6 +20,7 @@ from vllm_ext import patches
 from vllm_ext.config import rules
 from vllm_ext.engine.steering import aux_logits
 from vllm_ext.engine.v2.logits_processor import RuleProcessor
+from vllm_ext.engine.v2.paired_steps import PairedSampler, PairedSteps
 
 
 class RuledRunner:
@@ -30,11 +31,13 @@ class RuledRunner:
     vllm_config: Any
     sampler: Any
     req_states: Any
+    device: torch.device
 
     # After how many layers the target hands out hidden states: set by `hidden_states`, for rules and heads.
     aux_layers: Sequence[int] = ()
     aux_logits: aux_logits.StepAuxLogits | None = None
     _streams: list[torch.Tensor] | None = None  # of the step that is sampled, after each of `aux_layers`
+    halves: PairedSteps | None = None  # where a rule reads pairs
     _kept: dict[str, dict[str, dict[int, Any]]]  # by request id, by rule; see `Row.kept`
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
@@ -44,6 +47,11 @@ class RuledRunner:
         assert settings is not None
         self.aux_logits, self._kept = aux_logits.of_rules(self, settings), {}
         self._processor.aux_logits = self.aux_logits
+        if settings.pairs:
+            assert self.aux_logits is not None
+            self.halves = PairedSteps(self.aux_logits, self.device)
+            patches.subclass_in_place(self.sampler, PairedSampler)
+            self.sampler.halves = self.halves
 
     @property
     def _processor(self) -> RuleProcessor:
@@ -56,10 +64,14 @@ class RuledRunner:
         super().add_requests(scheduler_output)  # type: ignore[misc]
         for name in scheduler_output.finished_req_ids:
             self._kept.pop(name, None)
+            if self.halves is not None:
+                self.halves.known.forget(name)
         for request in scheduler_output.scheduled_new_reqs:
             if request.sampling_params is not None:
                 slot = self.req_states.req_id_to_index[request.req_id]
                 self._processor.keep(slot, self._kept.setdefault(request.req_id, {}))
+                if self.halves is not None:
+                    self.halves.known.admit(request.req_id, request.sampling_params)
 
     def execute_model(self, *args: Any, **kwargs: Any) -> Any:
         """vLLM's, and the second model's behind it where a request of the batch asks for it."""
@@ -91,6 +103,8 @@ class RuledRunner:
         """vLLM's, of a step that rules may read."""
         if self.aux_logits is not None:
             self.aux_logits.begin(input_batch.logits_indices, None, hidden_states, self._streams)
+        if self.halves is not None:
+            self.halves.begin(input_batch)
         return super().sample(hidden_states, input_batch, grammar_output)  # type: ignore[misc]
 
 

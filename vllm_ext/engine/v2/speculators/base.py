@@ -23,9 +23,11 @@ from vllm.v1.worker.gpu.buffer_utils import UvaBackedTensor
 from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 
 from vllm_ext.config import request_options, speculative
+from vllm_ext.engine import paired_requests
 from vllm_ext.engine.structured_output import known_trees
 from vllm_ext.engine.structured_output.grammar import in_worker
 from vllm_ext.engine.structured_output.known_trees import KnownTrees
+from vllm_ext.engine.v2.paired_steps import PairedSteps
 from vllm_ext.engine.v2.speculators import tree_rows
 from vllm_ext.engine.v2.speculators.counters import Counts
 from vllm_ext.kernels import backends
@@ -110,6 +112,7 @@ class TreeSpeculator(BaseSpeculator):  # type: ignore[misc]  # vLLM is untyped t
         self._teaches = UvaBackedTensor(self.max_num_reqs, dtype=torch.int32)
         # Why this model's drafts are chains; None where it can verify trees. Set once the caches are bound.
         self.chain_reason: str | None = None
+        self.halves: PairedSteps | None = None  # set by the runner, where a rule reads pairs
         self.counts = Counts(vllm_config, device)
         # None: vLLM masks structured requests' rows along the flat list of drafts, right for chains alone.
         self.known_trees = (
@@ -154,6 +157,8 @@ class TreeSpeculator(BaseSpeculator):  # type: ignore[misc]  # vLLM is untyped t
         structured = request.sampling_params.structured_outputs is not None
         self.structured[slot] = structured
         most = request_options.most_nodes(request.sampling_params)
+        if paired_requests.primary_of(request.sampling_params) is not None:
+            most = 0  # what it verifies is its primary's
         self.most_nodes[slot] = self.num_nodes if most is None else min(most, self.num_nodes)
         self._teaches.np[slot] = not structured and most != 0
         self.path_dependent[slot] = path_dependent
@@ -222,6 +227,11 @@ class TreeSpeculator(BaseSpeculator):  # type: ignore[misc]  # vLLM is untyped t
         tokens = self.draft(input_batch, *args, dummy_run=dummy_run, **kwargs)
         if dummy_run:
             return tokens
+        tokens = self._as_asked(input_batch, tokens, kwargs.get("num_speculative_tokens", self.num_nodes))
+        return tokens if self.halves is None else self.halves.share_drafts(self.trees, tokens)
+
+    def _as_asked(self, input_batch: Any, tokens: torch.Tensor, level: int) -> torch.Tensor:
+        """The batch's tokens, where requests have limits and grammars; ``level``: most nodes of a tree."""
         slots = input_batch.idx_mapping_np
         small = slots[self.most_nodes[slots] < self.num_nodes]
         if len(small):
@@ -232,7 +242,6 @@ class TreeSpeculator(BaseSpeculator):  # type: ignore[misc]  # vLLM is untyped t
         if not len(structured):
             return tokens
         self.known_trees.forget(input_batch.req_ids[place] for place in structured)
-        level = kwargs.get("num_speculative_tokens", self.num_nodes)
         done = input_batch.num_computed_tokens_np + input_batch.num_scheduled_tokens
         speaking = structured[(done >= input_batch.prefill_len_np)[structured]]
         if not level or not len(speaking):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pairs in the V1 runner: which rows of a step stand behind the same tokens of two prompts. No vLLM in it."""
+"""Pairs in a runner: which rows of a step stand behind the same tokens of two prompts. No vLLM in it."""
 
 from __future__ import annotations
 
@@ -31,6 +31,10 @@ class PairedRows:
     def forget(self, request_id: str) -> None:
         """A request is gone."""
         self._pairs.pop(self._primaries.pop(request_id, request_id), None)
+
+    def __len__(self) -> int:
+        """How many there are."""
+        return len(self._pairs)
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._primaries

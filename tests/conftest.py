@@ -236,9 +236,6 @@ def v2_attention(backend: str) -> Iterator[None]:
     from vllm.v1.attention import selector
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-    from vllm_ext.engine.attention import v2_backends
-
-    v2_backends.register()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
         patch.setattr(
@@ -270,10 +267,6 @@ def v2_dir(model_dir: str, tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(scope="session")
 def v2_plain(v2_dir: str) -> Any:
     """vLLM's V2 runner without speculation: the reference of its tests."""
-    from vllm_ext.engine.attention import v2_backends
-
-    # For both engines of this process, and before vLLM has looked for one: without trees it is vLLM's own.
-    v2_backends.register()
     return v2_engine(v2_dir)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from vllm_ext import patches
-from vllm_ext.engine import startup_log
+from vllm_ext.engine import backend_overrides, startup_log
 
 
 def register() -> None:
@@ -24,6 +24,7 @@ def register() -> None:
 def _create_engine_config(original: Any, engine_args: Any, *args: Any, **kwargs: Any) -> Any:
     from vllm_ext.config import speculative
 
+    backend_overrides.clear()  # of an engine whose start failed
     speculative.check_spelling(engine_args)
     ours = speculative.is_ours(engine_args.speculative_config)
     if engine_args.speculative_config and not ours:

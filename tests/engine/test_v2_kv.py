@@ -71,20 +71,15 @@ def test_answers_are_v1_s_and_not_the_model_s(
 ) -> None:
     """Greedy ones: V1 draws with other random numbers. There blocks are float16, which changes no token of these."""
     from vllm import envs
-    from vllm.v1.attention import selector
-    from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
     greedy = [0, 1]
     envs.disable_envs_cache()
-    selector._cached_get_attn_backend.cache_clear()  # V1's is another one for CPUs
     with monkeypatch.context() as patch:
         patch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
         on_v1 = v2_engine(v2_dir, **options)
         assert not on_v1.llm_engine.vllm_config.use_v2_model_runner
         answers = tokens(generate(on_v1, [texts()[i] for i in greedy], [KINDS[i] for i in greedy]))
-    envs.disable_envs_cache()  # engines after it are V2's again, in this process, without encoded blocks
-    AttentionBackendEnum.CPU_ATTN.clear_override()
-    selector._cached_get_attn_backend.cache_clear()
+    envs.disable_envs_cache()  # engines after it are V2's again
     assert_same_outputs(answers, [expected[i] for i in greedy])
     whole = tokens(generate(v2_plain, texts(), KINDS))
     assert whole != expected

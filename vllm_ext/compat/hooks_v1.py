@@ -156,6 +156,21 @@ HOOKS = (
         ("backend", "class_path"),
         "puts tree attention in front of the platform's backend",
     ),
+    *(
+        Hook(
+            "vllm.v1.attention.backends.registry",
+            f"AttentionBackendEnum.{name}",
+            ("self",),
+            "gives the platform's backend back",
+        )
+        for name in ("is_overridden", "clear_override", "get_path")
+    ),
+    Hook(
+        "vllm.v1.attention.selector",
+        "_cached_get_attn_backend",
+        None,
+        "lets each engine of a process have its own backend",
+    ),
     Hook(
         "vllm.model_executor.layers.attention_layer_base",
         "AttentionLayerBase",

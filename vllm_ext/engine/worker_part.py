@@ -10,7 +10,7 @@ from vllm.logger import init_logger
 
 from vllm_ext.compat import hooks
 from vllm_ext.config import kv_cache, rules
-from vllm_ext.engine import process_exit
+from vllm_ext.engine import backend_overrides, process_exit
 from vllm_ext.engine.startup_log import Started
 
 logger = init_logger("vllm.vllm_ext")
@@ -38,6 +38,7 @@ class WorkerPart:
     def compile_or_warm_up_model(self) -> Any:
         """vLLM's last step before serving; then the log says what is served."""
         times = super().compile_or_warm_up_model()  # type: ignore[misc]
+        backend_overrides.clear()
         self.make_ready()
         if self.vllm_config.parallel_config.rank == 0:
             logger.info("%s", self.started())

@@ -13,9 +13,8 @@ from typing import Any, ClassVar
 import torch
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.attention.backend import AttentionCGSupport
-from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-from vllm_ext.engine import tree_layers
+from vllm_ext.engine import backend_overrides, tree_layers
 from vllm_ext.kernels.backends import Backend
 from vllm_ext.kernels.block_mass import add_block_mass
 from vllm_ext.kernels.kv_layouts import tokens_at
@@ -174,15 +173,15 @@ class OutOfGraphs:
 def register() -> None:
     """Register our backends instead of vLLM's. In the worker, before the model is built.
 
-    By name: the one of another platform may not import. On the CPU vLLM ignores an explicit CUSTOM backend, so
-    CPU_ATTN itself is overridden; on CUDA the user's choice stands, and these two have trees.
+    On the CPU vLLM ignores an explicit CUSTOM backend, so CPU_ATTN itself is overridden; on CUDA the user's choice
+    stands, and these two have trees.
     """
-    register_backend(AttentionBackendEnum.CPU_ATTN, "vllm_ext.engine.attention.cpu.TreeCPUAttentionBackend")
-    register_backend(
-        AttentionBackendEnum.TRITON_ATTN, "vllm_ext.engine.attention.triton.TreeTritonAttentionBackend"
-    )
-    register_backend(
-        AttentionBackendEnum.FLASH_ATTN, "vllm_ext.engine.attention.flash.TreeFlashAttentionBackend"
+    backend_overrides.register(
+        {
+            "CPU_ATTN": "vllm_ext.engine.attention.cpu.TreeCPUAttentionBackend",
+            "TRITON_ATTN": "vllm_ext.engine.attention.triton.TreeTritonAttentionBackend",
+            "FLASH_ATTN": "vllm_ext.engine.attention.flash.TreeFlashAttentionBackend",
+        }
     )
 
 

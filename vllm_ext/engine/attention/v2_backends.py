@@ -7,16 +7,15 @@ request has a tree.
 
 from __future__ import annotations
 
-from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+from vllm_ext.engine import backend_overrides
 
 
 def register() -> None:
     """Register our backends instead of vLLM's; see `vllm_ext.engine.attention.tree_backend.register`."""
-    register_backend(AttentionBackendEnum.CPU_ATTN, "vllm_ext.engine.attention.cpu.TreeCPUAttentionBackend")
-    register_backend(
-        AttentionBackendEnum.TRITON_ATTN,
-        "vllm_ext.engine.attention.triton_captured.TreeTritonAttentionBackend",
-    )
-    register_backend(
-        AttentionBackendEnum.FLASH_ATTN, "vllm_ext.engine.attention.flash_captured.TreeFlashAttentionBackend"
+    backend_overrides.register(
+        {
+            "CPU_ATTN": "vllm_ext.engine.attention.cpu.TreeCPUAttentionBackend",
+            "TRITON_ATTN": "vllm_ext.engine.attention.triton_captured.TreeTritonAttentionBackend",
+            "FLASH_ATTN": "vllm_ext.engine.attention.flash_captured.TreeFlashAttentionBackend",
+        }
     )

@@ -14,9 +14,9 @@ import torch
 from vllm.config import get_current_vllm_config
 from vllm.v1.attention.backend import AttentionMetadataBuilder, AttentionType
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, CPUAttentionBackendImpl
-from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
 from vllm_ext.config import kv_cache
+from vllm_ext.engine import backend_overrides
 from vllm_ext.engine.kv_cache.encoded_rows import EncodedMetadata, raw_mover
 from vllm_ext.kernels.encoded_attention import encoded_attention
 
@@ -118,6 +118,6 @@ class EncodedCPUAttentionBackend(CPUAttentionBackend):  # type: ignore[misc]
 
 def register() -> None:
     """Register the backend instead of vLLM's. In the worker, before the model is built."""
-    register_backend(
-        AttentionBackendEnum.CPU_ATTN, "vllm_ext.engine.kv_cache.encoded_cache.EncodedCPUAttentionBackend"
+    backend_overrides.register(
+        {"CPU_ATTN": "vllm_ext.engine.kv_cache.encoded_cache.EncodedCPUAttentionBackend"}
     )

@@ -75,6 +75,7 @@ def trees(slice_dir: str, folder: Path) -> Iterator[Any]:
     )
 
 
+@pytest.mark.slow  # two engines of its own: a minute and a half where both cores are busy
 def test_who_saves_and_who_loads(
     plain_slice_llm: Any, plain: Any, trees: Any, prompts: list[list[int]], folder: Path
 ) -> None:

@@ -62,6 +62,9 @@ class KVCodec(ABC):
     ANSWERS_READ_LESS: ClassVar[bool] = False
     """Whether tokens behind a prompt read less than those in it: see `choice`. Blocks of answers are then no part of
     another request's prompt."""
+    CHOOSES_AGAIN: ClassVar[bool] = False
+    """Whether tokens behind a prompt are asked what they attend to, too; what is chosen then is read from the beginning
+    of a block on."""
     WHY_V1: ClassVar[str] = (
         "encodes blocks, and kernels that read them run on CPUs alone, on vLLM's V1 runner"
     )

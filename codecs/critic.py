@@ -36,6 +36,7 @@ class Critic(SelectingCodec):
     paper = "after arXiv 2504.01281, 2306.14048"
     Options = CriticOptions
     EXAMPLES = ({"budget": 256},)
+    CHOOSES_AGAIN = True
 
     def next_moment(self, after: int, prompt_len: int) -> int | None:
         if after < prompt_len:

@@ -37,6 +37,7 @@ class EvictionPolicy(ABC):
 
     def __init__(self, prompt_len: int) -> None:
         self.prompt_len = prompt_len
+        self.evicted: list[tuple[int, list[int]]] = []  # all that `settle` has returned
 
     @abstractmethod
     def read_at(self, position: int) -> Sequence[int] | int:
@@ -80,9 +81,7 @@ class SelectingCodec(HalvesCodec):
 
     ANSWERS_READ_LESS = True
     KERNELS = "streaming_llm"
-    WHY_V1 = (
-        "chooses time and again by what tokens attend to, which is told on CPUs alone, on vLLM's V1 runner"
-    )
+    WHY_V1 = ""  # vLLM's own blocks, and one choice for all layers
 
     def __init__(self, options: SelectionOptions, block_size: int, head_size: int) -> None:
         super().__init__(options, block_size, head_size)
@@ -135,7 +134,6 @@ class ScoredPolicy(EvictionPolicy):
         self._chosen = 0  # settled tokens at the last moment
         self._scores: Float32 = np.zeros(0, np.float32)
         self._masses: dict[int, Float32] = {}  # by position, of rows behind the last moment's
-        self._evicted: list[tuple[int, list[int]]] = []
         self._lists: dict[int, list[int]] = {}  # by block of a row behind the prompt
 
     def read_at(self, position: int) -> Sequence[int] | int:
@@ -143,7 +141,7 @@ class ScoredPolicy(EvictionPolicy):
             return ALL
         block = position // self._codec.block_size
         if block not in self._lists:
-            gone = {i for first, blocks in self._evicted if first <= position for i in blocks}
+            gone = {i for first, blocks in self.evicted if first <= position for i in blocks}
             self._lists[block] = [i for i in range(block) if i not in gone]
         return self._lists[block]
 
@@ -162,7 +160,7 @@ class ScoredPolicy(EvictionPolicy):
             moment := self._codec.next_moment(self._chosen, self.prompt_len)
         ) is not None and moment <= end:
             if evicted := self._choose(moment):
-                self._evicted.append((moment, evicted))
+                self.evicted.append((moment, evicted))
                 found.append((moment, evicted))
         return found
 

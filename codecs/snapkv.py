@@ -26,4 +26,3 @@ class SnapKV(SelectingCodec):
     paper = "arXiv 2404.14469"
     Options = SnapKVOptions
     EXAMPLES = ({"budget": 256},)
-    WHY_V1 = ""  # vLLM's own blocks, and one choice for all layers

@@ -13,14 +13,22 @@ import torch
 from vllm_ext.kernels.backends import Backend, choose
 
 
+class AskedTrees(NamedTuple):
+    """Where rows are nodes of trees, whose tokens lie behind what their roots see before themselves."""
+
+    whole: torch.Tensor  # int32 [asked] how many tokens, the first, are seen whatever `bits` say
+    bits: torch.Tensor  # int32 [asked, words] bit b of word w: token whole + 32 * w + b is seen
+
+
 class AskedRows(NamedTuple):
-    """Rows of a step that are asked what they attend to."""
+    """Rows of a step that are asked what they attend to. Each is contiguous, of the table its rows."""
 
     table: torch.Tensor  # int32 [requests, blocks]
     request: torch.Tensor  # int32 [asked] whose each is: a row of the table
     row: torch.Tensor  # int32 [asked] its place in the query
-    seen: torch.Tensor  # int32 [asked] tokens that it sees, itself included
+    seen: torch.Tensor  # int32 [asked] tokens that it may see, itself included
     mass: torch.Tensor  # float32 [asked, blocks] added to
+    trees: AskedTrees | None = None  # None: rows see all of these
 
 
 def add_block_mass(
@@ -28,7 +36,8 @@ def add_block_mass(
 ) -> None:
     """Add the weight that each row gives to each block, summed over its heads.
 
-    The contract, with ``w[head]`` the softmax of ``scale * query[row, head] @ key`` over the tokens that the row sees::
+    The contract, with ``w[head]`` the softmax of ``scale * query[row, head] @ key`` over the tokens that the row sees,
+    which are ``range(seen)``, of a node of a tree those of them that are before the tree or have their bit::
 
         asked.mass[i, block] += sum(w[head][token] for head in heads for token in block)
 

@@ -18,5 +18,10 @@ def add_block_mass_ref(query: torch.Tensor, keys: torch.Tensor, asked: AskedRows
         heads = query[row].float().view(kv_heads, -1, head_size)
         scores = torch.einsum("hgd,htd->hgt", heads, flat) * scale
         scores[:, :, seen:] = -torch.inf
+        if asked.trees is not None:
+            whole = int(asked.trees.whole[place])
+            for node in range(seen - whole):
+                if not (int(asked.trees.bits[place, node // 32]) >> (node % 32)) & 1:
+                    scores[:, :, whole + node] = -torch.inf
         weights = scores.softmax(-1).view(kv_heads, -1, blocks, block_size)
         asked.mass[place, :blocks] += weights.sum((0, 1, 3))

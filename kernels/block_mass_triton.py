@@ -32,8 +32,10 @@ def add_block_mass_triton(query: torch.Tensor, keys: torch.Tensor, asked: AskedR
         head_size,
         heads // keys.shape[1],
         scale,
+        0 if asked.trees is None else asked.trees.bits.stride(0),
     )
-    pointers = (query, keys, asked.table, asked.request, asked.row, asked.seen)
+    whole, bits = (None, None) if asked.trees is None else asked.trees
+    pointers = (query, keys, asked.table, asked.request, asked.row, asked.seen, whole, bits)
     with torch.cuda.device_of(query):
         _sum[(number, heads)](*pointers, lse, *sizes, heads, **common)
         _add[(number, blocks)](*pointers, lse, asked.mass, *sizes, heads, blocks, **common)
@@ -49,6 +51,8 @@ def _scores(
     block,
     first,
     seen,
+    whole,
+    bits,
     query_row,
     query_head,
     key_block,
@@ -64,7 +68,12 @@ def _scores(
 ):
     """float32 ``[TOKENS]`` of a block's tokens from ``first`` on; -inf for those that are not seen."""
     dim, token = tl.arange(0, HEAD), first + tl.arange(0, TOKENS)
-    inside = (token < block_size) & (block * block_size + token < seen)
+    place = block * block_size + token
+    inside = (token < block_size) & (place < seen)
+    if bits is not None:
+        node = tl.maximum(place - whole, 0)
+        words = tl.load(bits + node // 32, mask=inside & (place >= whole), other=-1)
+        inside &= ((words >> (node % 32)) & 1) == 1
     q = tl.load(query + row * query_row + head * query_head + dim, mask=dim < head_size, other=0).to(
         tl.float32
     )
@@ -82,6 +91,8 @@ def _sum(
     request,
     rows,
     seen_of,
+    whole_of,
+    bits_of,
     lse,
     query_row,
     query_head,
@@ -94,12 +105,17 @@ def _sum(
     head_size,
     group,
     scale,
+    bits_row,
     heads,
     TOKENS: tl.constexpr,
     HEAD: tl.constexpr,
 ):
     place, head = tl.program_id(0), tl.program_id(1)
     row, seen = tl.load(rows + place).to(tl.int64), tl.load(seen_of + place)
+    if bits_of is not None:
+        whole, bits = tl.load(whole_of + place), bits_of + place * bits_row
+    else:
+        whole, bits = seen, None
     table += tl.load(request + place).to(tl.int64) * stride
     best, total = float("-inf"), 0.0
     for block in range(tl.cdiv(seen, block_size)):
@@ -113,6 +129,8 @@ def _sum(
                 block,
                 first,
                 seen,
+                whole,
+                bits,
                 query_row,
                 query_head,
                 key_block,
@@ -127,7 +145,9 @@ def _sum(
                 HEAD,
             )
             top = tl.maximum(best, tl.max(scores, 0))
-            total = total * tl.exp(best - top) + tl.sum(tl.exp(scores - top), 0)
+            # Of a tree a row may see none of these.
+            base = tl.where(top > float("-inf"), top, 0.0)
+            total = total * tl.exp(best - base) + tl.sum(tl.exp(scores - base), 0)
             best = top
     tl.store(lse + place * heads + head, best + tl.log(total))
 
@@ -140,6 +160,8 @@ def _add(
     request,
     rows,
     seen_of,
+    whole_of,
+    bits_of,
     lse,
     mass,
     query_row,
@@ -153,6 +175,7 @@ def _add(
     head_size,
     group,
     scale,
+    bits_row,
     heads,
     blocks,
     TOKENS: tl.constexpr,
@@ -160,11 +183,15 @@ def _add(
 ):
     place, block = tl.program_id(0), tl.program_id(1)
     row, seen = tl.load(rows + place).to(tl.int64), tl.load(seen_of + place)
+    if bits_of is not None:
+        whole, bits = tl.load(whole_of + place), bits_of + place * bits_row
+    else:
+        whole, bits = seen, None
     if block * block_size < seen:
         table += tl.load(request + place).to(tl.int64) * stride
         weight = 0.0
         for head in range(heads):
-            whole = tl.load(lse + place * heads + head)
+            total = tl.load(lse + place * heads + head)
             for first in range(0, tl.minimum(block_size, seen - block * block_size), TOKENS):
                 scores = _scores(
                     query,
@@ -175,6 +202,8 @@ def _add(
                     block,
                     first,
                     seen,
+                    whole,
+                    bits,
                     query_row,
                     query_head,
                     key_block,
@@ -188,6 +217,6 @@ def _add(
                     TOKENS,
                     HEAD,
                 )
-                weight += tl.sum(tl.exp(scores - whole), 0)
+                weight += tl.sum(tl.exp(scores - total), 0)
         at = mass + place * blocks + block
         tl.store(at, tl.load(at) + weight)

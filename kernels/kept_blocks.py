@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Block tables of the blocks alone that rows read: the first ones of a text and a window of the last, or of a list.
+"""Block tables of the blocks alone that rows read: the first ones of a text and a window of the last, or a choice.
 
 Keys have their positions in them, so that attention over a table without some blocks is attention without these: any
 stock kernel takes it. All rows of one *part* read the same blocks before their own: a step's rows that decode are one
-part a request, a prompt's are cut where the window slides on. Nothing of it is known on the host.
+part a request, those of several tokens are cut where other blocks are read. Nothing of it is known on the host.
 """
 
 from __future__ import annotations
@@ -31,21 +31,6 @@ class Window(NamedTuple):
 NEVER = (1 << 31) - 1  # a position that no row has
 
 
-class KeptLists(NamedTuple):
-    """By slot, what rows behind a prompt read of it instead: they go on with all blocks behind these."""
-
-    blocks: torch.Tensor  # int32 [slots, blocks] places in the table, ascending
-    head: torch.Tensor  # int32 [slots] how many these are
-    skipped: torch.Tensor  # int32 [slots] how many blocks are left out
-    first: torch.Tensor  # int32 [slots] position of the first row that reads the list; NEVER: there is none
-
-    @classmethod
-    def of_size(cls, slots: int, blocks: int, device: torch.device) -> KeptLists:
-        """No lists."""
-        zeros = torch.zeros(slots, dtype=torch.int32, device=device)
-        return cls(zeros[:, None].repeat(1, blocks), zeros, zeros.clone(), torch.full_like(zeros, NEVER))
-
-
 class KeptParts(NamedTuple):
     """The parts of a step as attention takes them, in buffers that stay."""
 
@@ -69,7 +54,7 @@ def keep_blocks(
     behind: torch.Tensor | None,
     window: Window,
     kept: KeptParts,
-    lists: KeptLists | None = None,
+    gone: torch.Tensor | None = None,
     slots: torch.Tensor | None = None,
     backend: Backend = "auto",
 ) -> None:
@@ -80,9 +65,9 @@ def keep_blocks(
         columns = [*range(window.sinks), *range(window.sinks + skipped, ...)]  # skipped = window.skipped(block)
         kept.table[part, i] = table[request, columns[i]]
 
-    and with a list, of a part whose first row stands at ``lists.first`` of its slot or behind it::
+    and with a choice, of a part whose first row stands at ``position``::
 
-        columns = [*lists.blocks[slot, : lists.head[slot]], *range(lists.head[slot] + lists.skipped[slot], ...)]
+        columns = [i for i in range(...) if gone[slot, i] > position]  # skipped: how many are not among them
 
     and in both cases::
 
@@ -96,8 +81,9 @@ def keep_blocks(
         behind: int32 ``[parts]`` rows of the same request behind the part's; None: 0.
         window: of the rows.
         kept: written to.
-        lists: of all slots; None: there are none.
-        slots: int64 ``[requests]``, where there are lists.
+        gone: int32 ``[slots, blocks]``: position of the first row that does not read a block, which is a block before
+            that row's own; NEVER: all read it. None: there is no choice, and the window alone matters.
+        slots: int64 ``[requests]``, where there is a choice. A part without rows needs none.
         backend: "auto" is triton on CUDA, else torch.
     """
     form: Any
@@ -105,7 +91,7 @@ def keep_blocks(
         from vllm_ext.kernels.kept_blocks_triton import keep_blocks_triton as form
     else:
         from vllm_ext.kernels.kept_blocks_ref import keep_blocks_ref as form
-    form(table, seq_lens, part_start, request, behind, window, kept, lists, slots)
+    form(table, seq_lens, part_start, request, behind, window, kept, gone, slots)
 
 
 def end_with_block(

@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 
 from vllm_ext.kernels.device_trees import EMPTY, RowLayout
-from vllm_ext.kernels.kept_blocks import KeptLists, KeptParts, Window
+from vllm_ext.kernels.kept_blocks import KeptParts, Window
 
 
 def keep_blocks_ref(
@@ -17,7 +17,7 @@ def keep_blocks_ref(
     behind: torch.Tensor | None,
     window: Window,
     kept: KeptParts,
-    lists: KeptLists | None,
+    gone: torch.Tensor | None,
     slots: torch.Tensor | None,
 ) -> None:
     """See `vllm_ext.kernels.kept_blocks.keep_blocks`."""
@@ -25,12 +25,13 @@ def keep_blocks_ref(
     for part, rows in enumerate(part_start.diff().tolist()):
         of = part if request is None else int(request[part])
         end = int(seq_lens[of]) - (0 if behind is None else int(behind[part]))
-        skipped = window.skipped(max(end - rows, 0) // window.block_size)
-        read = [*range(window.sinks)]
-        if lists is not None and slots is not None and rows and end - rows >= int(lists.first[slots[of]]):
-            slot = int(slots[of])
-            read, skipped = lists.blocks[slot, : lists.head[slot]].tolist(), int(lists.skipped[slot])
-        columns = [*read, *range(len(read) + skipped, table.shape[1])][:width]
+        if gone is None or slots is None:
+            skipped = window.skipped(max(end - rows, 0) // window.block_size)
+            columns = [*range(window.sinks), *range(window.sinks + skipped, table.shape[1])]
+        else:
+            columns = [i for i in range(table.shape[1]) if not rows or gone[slots[of], i] > end - rows]
+            skipped = table.shape[1] - len(columns)
+        columns = columns[:width]
         kept.table[part, : len(columns)] = table[of, columns]
         kept.seq_lens[part] = min(end - skipped * window.block_size, width * window.block_size)
 

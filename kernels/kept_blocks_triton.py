@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from vllm_ext.kernels.device_trees import RowLayout
-from vllm_ext.kernels.kept_blocks import KeptLists, KeptParts, Window
+from vllm_ext.kernels.kept_blocks import KeptParts, Window
 
 
 def keep_blocks_triton(
@@ -18,7 +18,7 @@ def keep_blocks_triton(
     behind: torch.Tensor | None,
     window: Window,
     kept: KeptParts,
-    lists: KeptLists | None,
+    gone: torch.Tensor | None,
     slots: torch.Tensor | None,
 ) -> None:
     """See `vllm_ext.kernels.kept_blocks.keep_blocks`."""
@@ -33,14 +33,14 @@ def keep_blocks_triton(
             request,
             behind,
             slots,
-            *((None,) * len(KeptLists._fields) if lists is None else lists),
+            gone,
             *kept,
-            0 if lists is None else lists.blocks.stride(0),
+            0 if gone is None else gone.stride(0),
             table.stride(0),
             table.shape[1],
             width,
             *window,
-            COLUMNS=min(triton.next_power_of_2(width), 1024),
+            COLUMNS=min(triton.next_power_of_2(width if gone is None else table.shape[1]), 1024),
         )
 
 
@@ -70,13 +70,10 @@ def _keep(
     request,
     behind,
     slots,
-    listed,
-    list_heads,
-    list_skips,
-    list_firsts,
+    gone,
     kept_table,
     kept_lens,
-    list_stride,
+    gone_stride,
     stride,
     num_blocks,
     width,
@@ -93,26 +90,32 @@ def _keep(
     if behind is not None:
         end -= tl.load(behind + part)
     rows = tl.load(part_start + part + 1) - tl.load(part_start + part)
-    skipped = tl.maximum(tl.maximum(end - rows, 0) // block_size - window_blocks - sinks, 0)
-    head = sinks
-    if listed is not None:
-        slot = tl.load(
-            slots + of, mask=rows > 0, other=0
-        )  # graphs have requests without rows, and without slots
-        has_list = (rows > 0) & (end - rows >= tl.load(list_firsts + slot))
-        skipped = tl.where(has_list, tl.load(list_skips + slot), skipped)
-        head = tl.where(has_list, tl.load(list_heads + slot), 0)
-        listed += slot * list_stride
-    tl.store(kept_lens + part, tl.minimum(end - skipped * block_size, width * block_size))
     table += of.to(tl.int64) * stride
     kept_table += part.to(tl.int64) * width
-    for first in range(0, width, COLUMNS):
-        column = first + tl.arange(0, COLUMNS)
-        source = tl.where(column < head, column, column + skipped)
-        if listed is not None:
-            source = tl.where(column < head, tl.load(listed + column, mask=column < head, other=0), source)
-        inside = (column < width) & (source < num_blocks)
-        tl.store(kept_table + column, tl.load(table + source, mask=inside, other=0), mask=inside)
+    if gone is None:
+        skipped = tl.maximum(tl.maximum(end - rows, 0) // block_size - window_blocks - sinks, 0)
+        for first in range(0, width, COLUMNS):
+            column = first + tl.arange(0, COLUMNS)
+            source = tl.where(column < sinks, column, column + skipped)
+            inside = (column < width) & (source < num_blocks)
+            tl.store(kept_table + column, tl.load(table + source, mask=inside, other=0), mask=inside)
+    else:
+        # Graphs have requests without rows, and without slots.
+        gone += tl.load(slots + of, mask=rows > 0, other=0) * gone_stride
+        position = tl.where(rows > 0, end - rows, -1)
+        number = 0
+        for first in range(0, num_blocks, COLUMNS):
+            column = first + tl.arange(0, COLUMNS)
+            inside = column < num_blocks
+            stays = tl.load(gone + column, mask=inside, other=-1) > position
+            stays &= inside
+            counted = stays.to(tl.int32)
+            at = number + tl.cumsum(counted, 0) - 1
+            read = tl.load(table + column, mask=inside, other=0)
+            tl.store(kept_table + at, read, mask=stays & (at < width))
+            number += tl.sum(counted, 0)
+        skipped = num_blocks - number
+    tl.store(kept_lens + part, tl.minimum(end - skipped * block_size, width * block_size))
 
 
 @triton.jit

@@ -125,7 +125,7 @@ def _sizes(kernel: Any, last: str) -> dict[str, str]:
     return {name: "i32" for name in behind if name.islower()}
 
 
-NO_LISTS = dict.fromkeys(("slots", "listed", "list_heads", "list_skips", "list_firsts"))
+NO_CHOICE = dict.fromkeys(("slots", "gone"))
 STEP: list[tuple[Any, str, dict[str, Any], dict[str, str]]] = [
     (recycling_triton._mark, "trees", {"TREES": True, "LONGEST": 4, "ROWS": 16}, {"number": "i64"}),
     (recycling_triton._mark, "chains", {"TREES": False, "LONGEST": 4, "ROWS": 1}, {"number": "i64"}),
@@ -148,21 +148,22 @@ STEP: list[tuple[Any, str, dict[str, Any], dict[str, str]]] = [
             _sizes(kept_blocks_triton._keep, "kept_lens"),
         )
         for form, constants in (
-            ("prompts", NO_LISTS),
-            ("decoding", {"request": None, "behind": None} | NO_LISTS),
-            ("decoding, lists", {"request": None, "behind": None}),
+            ("prompts", NO_CHOICE),
+            ("decoding", {"request": None, "behind": None} | NO_CHOICE),
+            ("decoding, choices", {"request": None, "behind": None}),
         )
     ),
     *(
         (
             kernel,
-            "",
-            {"TOKENS": block_mass_triton.TOKENS, "HEAD": 128},
+            form,
+            {"TOKENS": block_mass_triton.TOKENS, "HEAD": 128, **constants},
             {"query": "*bf16", "keys": "*bf16", "lse": "*fp32", "mass": "*fp32"}
             | _sizes(kernel, last)
             | {"scale": "fp32"},
         )
         for kernel, last in ((block_mass_triton._sum, "lse"), (block_mass_triton._add, "mass"))
+        for form, constants in (("prompts", {"whole_of": None, "bits_of": None}), ("trees", {}))
     ),
     (kept_blocks_triton._end, "", {"ROWS": 16}, _sizes(kept_blocks_triton._end, "positions")),
     (path_move_triton._move, "", {"ELEMENT": tl.int16, "HEADS": 8, "WIDTH": 256}, {}),

@@ -116,6 +116,7 @@ def test_options_that_do_not_go_with_it(option: str, value: Any, says: str) -> N
 
 V2 = RunnerChoice("V2", "vLLM's default where there is Triton")
 V1 = RunnerChoice("V1", "a reason")
+ON_V2 = ("critic", "snapkv", "streaming_llm")
 
 
 @pytest.mark.parametrize("method", ["streaming_llm", "snapkv", "kivi", "chelsea", "critic", "actqkv"])
@@ -130,8 +131,8 @@ def test_gpus_and_the_v2_runner_are_refused_method_by_method(
     def check(runner: RunnerChoice, **values: Any) -> None:
         kv_cache.check_engine_args(engine_args(**values), kv, False, None, runner)
 
-    if method not in ("streaming_llm", "snapkv"):
-        why = f"method '{method}' .*Set VLLM_USE_V2_MODEL_RUNNER=0, or use snapkv or streaming_llm"
+    if method not in ON_V2:
+        why = f"method '{method}' .*Set VLLM_USE_V2_MODEL_RUNNER=0, or use critic, snapkv or streaming_llm"
         with pytest.raises(ValueError, match=f"does not work with vLLM's V2 model runner: {why}"):
             check(V2)
     else:
@@ -141,9 +142,9 @@ def test_gpus_and_the_v2_runner_are_refused_method_by_method(
                 check(V2, **{option: value})
     gpu = SimpleNamespace(is_cpu=lambda: False, device_type="cuda")
     monkeypatch.setattr(vllm.platforms, "current_platform", gpu)
-    if method not in ("streaming_llm", "snapkv"):
+    if method not in ON_V2:
         with pytest.raises(
-            ValueError, match=f"the platform 'cuda': method '{method}' .*Use snapkv or streaming_llm"
+            ValueError, match=f"the platform 'cuda': method '{method}' .*Use critic, snapkv or streaming_llm"
         ):
             check(V2)
     else:

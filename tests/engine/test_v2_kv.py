@@ -15,13 +15,14 @@ from transformers import AutoModelForCausalLM
 from v2_requests import counters, generate, sampling, tokens
 
 from vllm_ext.engine.attention import tree_backend
-from vllm_ext.engine.v2 import kept_blocks
+from vllm_ext.engine.v2 import chosen_blocks, kept_blocks
 
 pytestmark = pytest.mark.v2
 BLOCK = 32
 # From its fifth block on a row skips some.
 STREAMING = {"method": "streaming_llm", "window": 2 * BLOCK}
 SNAPKV = {"method": "snapkv", "budget": 3 * BLOCK, "window": BLOCK, "watched": 8}
+CRITIC = {**SNAPKV, "method": "critic"}
 OPTIONS: dict[str, Any] = {
     "block_size": BLOCK,
     "logits_processors": None,
@@ -42,7 +43,7 @@ def texts() -> list[list[int]]:
     return [draw.choices(range(20, 1000), k=170), draw.choices(range(20, 1000), k=9), words * 11, words * 5]
 
 
-@pytest.fixture(scope="module", params=[STREAMING, SNAPKV], ids=["streaming_llm", "snapkv"])
+@pytest.fixture(scope="module", params=[STREAMING, SNAPKV, CRITIC], ids=["streaming_llm", "snapkv", "critic"])
 def options(request: pytest.FixtureRequest) -> dict[str, Any]:
     return {**OPTIONS, "additional_config": {"vllm_ext": {"kv": request.param}}}
 
@@ -59,7 +60,11 @@ def expected(plain: Any) -> list[list[int]]:
 
 
 def chooses(options: dict[str, Any]) -> bool:
-    return bool(options["additional_config"]["vllm_ext"]["kv"] == SNAPKV)
+    return bool(options["additional_config"]["vllm_ext"]["kv"] != STREAMING)
+
+
+def chooses_again(options: dict[str, Any]) -> bool:
+    return bool(options["additional_config"]["vllm_ext"]["kv"] == CRITIC)
 
 
 def test_answers_are_v1_s_and_not_the_model_s(
@@ -126,9 +131,11 @@ def test_trees_parts_caches_and_preemptions_change_nothing(
 def test_blocks_that_are_not_read_go_back(plain: Any, options: dict[str, Any]) -> None:
     """Of a window: the first, two of the last, and that which fills up.
 
-    Of a choice: three of six, and those of the answer.
+    Of a choice: three of six, and those of the answer. Of one that is made again: three, that which fills up, and one
+    that is given back a step later.
     """
-    length, asked = (190, sampling(max_tokens=60)) if chooses(options) else (30, sampling(max_tokens=220))
+    grows = not chooses(options) or chooses_again(options)
+    length, asked = (30, sampling(max_tokens=220)) if grows else (190, sampling(max_tokens=60))
     plain.llm_engine.add_request("long", {"prompt_token_ids": [*range(100, 100 + length)]}, asked)
     pool = plain.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager.block_pool
     free, held = pool.get_num_free_blocks(), []
@@ -136,7 +143,10 @@ def test_blocks_that_are_not_read_go_back(plain: Any, options: dict[str, Any]) -
         plain.llm_engine.step()
         held.append(free - pool.get_num_free_blocks())
     assert pool.get_num_free_blocks() == free
-    if chooses(options):
+    if chooses_again(options):
+        assert max(held) == 3 + 1 + 1
+        assert held.count(3 + 1 + 1) < len(held) / 10
+    elif chooses(options):
         assert held[0] == 6
         assert max(held[4:-1]) == 3 + 3
     else:
@@ -150,17 +160,16 @@ def on_triton() -> Iterator[None]:
         yield
 
 
-def test_attention_of_gpus(
-    on_triton: None, v2_dir: str, options: dict[str, Any], expected: list[list[int]]
-) -> None:
-    """Few tokens: the interpreter takes minutes."""
+def test_attention_of_gpus(plain: Any, on_triton: None, v2_dir: str, options: dict[str, Any]) -> None:
+    """Few tokens, as the interpreter takes minutes; behind the third of them a block of the second answer ends."""
+    given = [texts()[2], (texts()[0] * 2)[:189]]
+    asked = [sampling(max_tokens=6)] * 2
+    expected = tokens(generate(plain, given, asked))
     for method in (None, V2_METHOD):
-        llm = v2_engine(v2_dir, method, **options)
-        answers = tokens(generate(llm, [texts()[i] for i in (0, 2)], [sampling(max_tokens=12)] * 2))
-        assert answers[0] == expected[0][:12]
+        assert_same_outputs(expected, tokens(generate(v2_engine(v2_dir, method, **options), given, asked)))
 
 
-@pytest.mark.parametrize("what", ["drafts", "prompts"])
+@pytest.mark.parametrize("what", ["drafts", "prompts", "nodes"])
 def test_a_row_that_reads_other_blocks_is_noticed(
     v2_dir: str,
     options: dict[str, Any],
@@ -170,9 +179,16 @@ def test_a_row_that_reads_other_blocks_is_noticed(
 ) -> None:
     """Of a window, nodes behind their root's block.
 
-    Of a choice, trees that take their context for the whole one, and prompts whose ends are not asked.
+    Of a choice, trees that take their context for the whole one, and prompts whose ends are not asked. Of one that is
+    made again, nodes whose weights are another block's.
     """
-    if what == "drafts" and chooses(options):
+    if what == "nodes":
+        if not chooses_again(options):
+            pytest.skip("nodes are not asked")
+        monkeypatch.setattr(
+            chosen_blocks.Choices, "_by_block", lambda self, policy, position, mass: mass[::-1].copy()
+        )
+    elif what == "drafts" and chooses(options):
         monkeypatch.setattr(kept_blocks.KeptState, "_shorten_contexts", lambda *_: None)
     elif what == "drafts":
 
@@ -187,6 +203,6 @@ def test_a_row_that_reads_other_blocks_is_noticed(
         pytest.skip(
             "a block too many changes no token of these answers: kv_cache/test_kept_rows.py notices it"
         )
-    llm = v2_engine(v2_dir, V2_METHOD if what == "drafts" else None, **options)
+    llm = v2_engine(v2_dir, None if what == "prompts" else V2_METHOD, **options)
     with pytest.raises(AssertionError, match="differs at token"):
         assert_same_outputs(expected, tokens(generate(llm, texts(), KINDS)))

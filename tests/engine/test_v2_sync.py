@@ -364,8 +364,10 @@ KNOWN = {
     "ReadingPasses.read",  # numpy: lengths
     "ReadingPasses._read_some",  # numpy: query_start
     "KeptState._keep",  # of the host: seq_lens_cpu_upper_bound
-    "Choices.ask",  # numpy: num_computed_tokens_np, num_scheduled_tokens, query_start_loc_np
     "PairedSteps.begin",  # numpy: cu_num_logits_np, prefill_len_np
+    "Choices._asked_of",  # numpy: num_computed_tokens_np, num_scheduled_tokens, query_start_loc_np
+    "Choices._nodes_of",  # numpy: part_start, cu_num_logits_np
+    "parts_at",  # numpy: first, rows
     "Choices.settle",  # what has arrived on the host
 }
 

@@ -11,7 +11,7 @@ import torch
 from interpreter import IN_INTERPRETER
 
 from vllm_ext.kernels.backends import Backend
-from vllm_ext.kernels.block_mass import AskedRows, add_block_mass
+from vllm_ext.kernels.block_mass import AskedRows, AskedTrees, add_block_mass
 
 FORMS: list[Backend] = ["triton"] if IN_INTERPRETER or torch.cuda.is_available() else ["torch"]
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -60,6 +60,48 @@ def test_weights_are_those_of_attention(
             mass[place, -(-number // block_size) :],
             torch.full_like(mass[place, -(-number // block_size) :], 0.25),
         )
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("context", [0, 1, 15, 16, 40])
+def test_a_node_sees_its_ancestors_and_what_its_root_sees(form: Backend, context: int) -> None:
+    """Rows of a tree of forty nodes, over two blocks and more; a row without a tree is asked beside them."""
+    generator = torch.Generator().manual_seed(context)
+    rows, block_size, head_size, nodes = 41, 16, 16, (0, 1, 31, 32, 40)
+    blocks, tokens = -(-(context + rows) // block_size), context + rows
+    keys = torch.randn(20, KV_HEADS, block_size, head_size, generator=generator).to(DEVICE)
+    query = torch.randn(rows + 3, HEADS, head_size, generator=generator).to(DEVICE)
+    table = torch.randperm(20, generator=generator)[: 2 * blocks].to(torch.int32).view(2, blocks).to(DEVICE)
+    seen_by = [{0}]
+    for row in range(1, rows):
+        seen_by.append({row} | seen_by[int(torch.randint(row, (1,), generator=generator))])
+    words = [
+        [sum(1 << (i % 32) for i in seen_by[row] if i // 32 == word) for word in (0, 1)] for row in nodes
+    ]
+    bits = torch.tensor([*words, [0, 0]]).to(torch.int32).to(DEVICE)  # nothing is asked of the last
+
+    def ints(*values: int) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=DEVICE)
+
+    asked = AskedRows(
+        table,
+        ints(*[1] * len(nodes), 0),
+        ints(*(2 + row for row in nodes), 0),
+        ints(*[tokens] * len(bits)),
+        torch.zeros(len(bits), blocks, device=DEVICE),
+        AskedTrees(ints(*[context] * len(nodes), tokens), bits),
+    )
+    add_block_mass(query, keys, asked, 0.3, form)
+    for place, request in enumerate(asked.request.tolist()):
+        flat = keys[table[request].long()].transpose(1, 2).flatten(0, 1)[:tokens].double()
+        hidden = [context + i for i in range(rows) if place < len(nodes) and i not in seen_by[nodes[place]]]
+        expected = torch.zeros(blocks, dtype=torch.float64)
+        for head in range(HEADS):
+            scores = flat[:, head // (HEADS // KV_HEADS)] @ query[asked.row[place], head].double() * 0.3
+            scores[hidden] = -torch.inf
+            weights = torch.nn.functional.pad(scores.softmax(0), (0, blocks * block_size - tokens))
+            expected += weights.view(blocks, block_size).sum(1).cpu()
+        assert torch.allclose(asked.mass[place].cpu().double(), expected, atol=1e-5)
 
 
 @pytest.mark.parametrize("form", FORMS)

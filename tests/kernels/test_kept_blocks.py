@@ -15,7 +15,7 @@ from interpreter import IN_INTERPRETER
 from vllm_ext.codecs.streaming_llm import StreamingLLM, StreamingLLMOptions
 from vllm_ext.kernels.backends import Backend
 from vllm_ext.kernels.device_trees import EMPTY, RowLayout
-from vllm_ext.kernels.kept_blocks import KeptLists, KeptParts, Window, end_with_block, keep_blocks
+from vllm_ext.kernels.kept_blocks import NEVER, KeptParts, Window, end_with_block, keep_blocks
 
 FORMS: list[Backend] = ["triton"] if IN_INTERPRETER or torch.cuda.is_available() else ["torch"]
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -88,23 +88,48 @@ def test_a_length_is_never_more_than_its_table(form: Backend) -> None:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_rows_behind_a_prompt_read_a_list(form: Backend) -> None:
-    """Of the second slot, from position 50 on; the others have none."""
+def test_rows_read_what_is_not_gone_yet(form: Backend) -> None:
+    """Of the second slot a block is gone from position 50 on, and one more from 64 on; of the others none."""
     table = torch.randperm(3 * 9, device=DEVICE).to(torch.int32).view(3, 9)
-    lists = KeptLists.of_size(4, 9, DEVICE)
-    lists.blocks[1, :2] = ints(0, 2)
-    lists.head[1], lists.skipped[1], lists.first[1] = 2, 1, 50
+    gone = torch.full((4, 9), NEVER, dtype=torch.int32, device=DEVICE)
+    gone[1, 1], gone[1, 2] = 50, 64
     slots = torch.tensor([1, 3, 1], device=DEVICE)
-    kept = KeptParts.of_size(4, 9, DEVICE)
-    # Decodes far behind, another request, and a prompt's end with the first of the answer behind it.
-    part_start, request, behind = ints(0, 1, 2, 12, 15), ints(0, 1, 2, 2), ints(0, 0, 3, 0)
-    seq_lens, window = ints(100, 100, 53), Window(0, 1 << 20, BLOCK)
-    keep_blocks(table, seq_lens, part_start, request, behind, window, kept, lists, slots, form)
-    assert kept.seq_lens.tolist() == [84, 100, 50, 37]
-    assert kept.table[0, :6].tolist() == table[0, [0, 2, 3, 4, 5, 6]].tolist()
-    assert kept.table[1, :7].tolist() == table[1, :7].tolist()
-    assert kept.table[2, :4].tolist() == table[2, :4].tolist()
+    kept = KeptParts.of_size(6, 9, DEVICE)
+    # Decodes far behind, another request; a prompt's end, what is read again of its answer; and padding.
+    part_start, request, behind = (
+        ints(0, 1, 2, 12, 26, 29, 29),
+        ints(0, 1, 2, 2, 2, 0),
+        ints(0, 0, 17, 3, 0, 0),
+    )
+    seq_lens, window = ints(100, 100, 67), Window(0, 1 << 20, BLOCK)
+    keep_blocks(table, seq_lens, part_start, request, behind, window, kept, gone, slots, form)
+    assert kept.seq_lens.tolist() == [68, 100, 50, 48, 35, 100]
+    assert kept.table[0, :7].tolist() == table[0, [0, 3, 4, 5, 6, 7, 8]].tolist()
+    assert kept.table[1].tolist() == table[1].tolist()
+    assert kept.table[2].tolist() == table[2].tolist()
     assert kept.table[3, :3].tolist() == table[2, [0, 2, 3]].tolist()
+    assert kept.table[4, :3].tolist() == table[2, [0, 3, 4]].tolist()
+
+
+@pytest.mark.parametrize("form", FORMS)
+@given(data=st.data(), blocks=st.integers(1, 40), width=st.integers(1, 40))
+@settings(deadline=None, max_examples=30)
+def test_any_choice_is_laid_out_as_the_readable_form_has_it(
+    form: Backend, data: st.DataObject, blocks: int, width: int
+) -> None:
+    position = st.integers(0, blocks * BLOCK)
+    gone = data.draw(st.lists(st.one_of(position, st.just(NEVER)), min_size=blocks, max_size=blocks))
+    first = data.draw(st.integers(0, blocks * BLOCK - 1))
+    rows = data.draw(st.integers(0, blocks * BLOCK - first))
+    table, slots = torch.arange(blocks, dtype=torch.int32, device=DEVICE)[None] + 5, torch.zeros(1).long()
+    results = []
+    backends: list[Backend] = [form, "torch"]
+    for backend in backends:
+        kept = KeptParts.of_size(1, width, DEVICE)
+        arguments = table, ints(first + rows), ints(0, rows), None, None, Window(0, 1 << 20, BLOCK), kept
+        keep_blocks(*arguments, ints(*gone)[None], slots.to(DEVICE), backend)
+        results.append((kept.table.tolist(), kept.seq_lens.tolist()))
+    assert results[0] == results[1]
 
 
 @pytest.mark.parametrize("form", FORMS)

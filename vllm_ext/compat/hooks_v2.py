@@ -153,6 +153,12 @@ V2_HOOKS = (
         ("vllm_config", "kv_cache_spec"),
         "says of which query lengths a graph may be",
     ),
+    Hook(
+        "vllm.config.compilation",
+        "CompilationConfig.splitting_ops_contain_attention",
+        ("self",),
+        "keeps attention out of graphs",
+    ),
     Hook("vllm.v1.request", "Request.use_structured_output", None, "tells which requests are structured"),
     Hook(_OUTPUT, "SchedulerOutput.finished_req_ids", None, "tells a drafter on the host who is gone"),
     Hook(_RUNNER, "GPUModelRunner.load_model", ("self",), "puts our parts in place"),

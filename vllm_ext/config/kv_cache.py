@@ -52,6 +52,11 @@ class KVSettings:
         return load_codec(self.method).ANSWERS_READ_LESS
 
     @property
+    def chooses_again(self) -> bool:
+        """See `KVCodec.CHOOSES_AGAIN`."""
+        return load_codec(self.method).CHOOSES_AGAIN
+
+    @property
     def why_v1(self) -> str:
         """See `KVCodec.WHY_V1`."""
         return load_codec(self.method).WHY_V1
@@ -123,7 +128,8 @@ def check_engine_args(
     import vllm.envs as envs
     from vllm.platforms import current_platform
 
-    others = " or ".join(name for name in CODECS if not load_codec(name).WHY_V1) if kv.why_v1 else ""
+    *some, last = (name for name in CODECS if not load_codec(name).WHY_V1)
+    others = f"{', '.join(some)} or {last}"
     on_v2, platform = runner.runner == "V2", f"the platform {current_platform.device_type!r}"
     method = (args.speculative_config or {}).get("method")
     refusals = (

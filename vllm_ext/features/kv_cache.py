@@ -52,4 +52,22 @@ class KVCache(Feature):
     def check(self, vllm_config: Any, asked: Asked) -> None:
         if asked.kv is not None:
             kv_cache.check_vllm_config(vllm_config, asked.kv, asked.runner)
+            if asked.on_v2 and asked.kv.chooses_again:
+                keep_attention_out_of_graphs(vllm_config.compilation_config)
             logger.info("vllm-ext %s: KV cache by %s", __version__, asked.kv)
+
+
+def keep_attention_out_of_graphs(compilation_config: Any) -> None:
+    """Of steps that decode too: which of their rows are asked what they attend to is another one each time."""
+    from vllm.config.compilation import CUDAGraphMode
+
+    mode = compilation_config.cudagraph_mode
+    if mode is None or not mode.has_full_cudagraphs():
+        return
+    piecewise = mode.requires_piecewise_compilation() or compilation_config.splitting_ops_contain_attention()
+    compilation_config.cudagraph_mode = CUDAGraphMode.PIECEWISE if piecewise else CUDAGraphMode.NONE
+    logger.info(
+        "vllm-ext: cudagraph_mode=%s instead of %s: the KV method asks rows that decode what they attend to",
+        compilation_config.cudagraph_mode.name,
+        mode.name,
+    )

@@ -27,11 +27,13 @@ from vllm_ext.config import kv_cache
 from vllm_ext.engine.kv_cache import block_specs
 from vllm_ext.engine.v2 import chosen_blocks, kept_blocks
 from vllm_ext.engine.v2.chosen_blocks import Choices
+from vllm_ext.kernels.device_trees import RowLayout
 from vllm_ext.kernels.kept_blocks import KeptParts, Window, keep_blocks
 
 BLOCK, DRAFTS, TOKENS, NUM_BLOCKS = 16, 6, 90, 34
 STREAMING = {"method": "streaming_llm", "window": 2 * BLOCK}
 SNAPKV = {"method": "snapkv", "budget": 4 * BLOCK, "window": BLOCK, "watched": 8}
+CRITIC = {"method": "critic", "budget": 4 * BLOCK, "window": BLOCK, "watched": 12}
 MOST_BLOCKS, SLOTS = 400 // BLOCK + 2, 12
 
 
@@ -58,6 +60,9 @@ class Engine:
         else:
             self.window = Window(self.spec.sink_blocks, self.codec.window_blocks + skew, BLOCK)
         self.slots: dict[str, int] = {}
+        # By request: as its policy is where each token is read alone and nothing has to be said twice.
+        self.shadows: dict[str, Any] = {}
+        self.said: dict[str, int] = {}  # how many of its tokens it was told of
         config = KVCacheConfig(NUM_BLOCKS, [], [KVCacheGroupSpec(["one"], self.spec)])
         self.manager = KVCacheManager(config, 400, BLOCK, BLOCK, max_in_flight_tokens=TOKENS)
         self.pool = self.manager.block_pool
@@ -68,7 +73,7 @@ class Engine:
         self.running: list[Request] = []
         self.waiting: list[Request] = []
         self.tables: dict[str, list[int]] = {}  # the worker's: what is freed stays in it
-        self.made = self.refused = self.skipped = self.found = self.cut = self.evicted = 0
+        self.made = self.refused = self.skipped = self.found = self.cut = self.evicted = self.nodes = 0
 
     def event(self) -> None:
         kind = self.random.choices(("new", "step", "preempt", "end"), (4, 60, 2, 1))[0]
@@ -109,7 +114,8 @@ class Engine:
                 self._free(request, again=False)
                 continue
             missing = request.num_tokens - request.num_computed_tokens
-            drafts = self.random.randrange(DRAFTS + 1) if missing == 1 else 0
+            decodes = missing == 1 and request.num_output_tokens > 0
+            drafts = self.random.randrange(DRAFTS + 1) if decodes else 0
             rows = min(missing + drafts, left)
             if rows < 1 or (drafts and rows <= drafts) or self.random.random() < 0.2:
                 continue
@@ -162,8 +168,8 @@ class Engine:
             parts = kept_blocks.parts_of(first, rows, drafts, self.window)
         else:
             self.choices.settle()
-            parts = kept_blocks.parts_at(first, rows, drafts, self.choices.first[slots])
-            self._ask(requests, first, rows, table)
+            names = [request.request_id for request in requests]
+            parts = kept_blocks.parts_at(first, rows, drafts, self.choices.cuts(names))
         of, lengths, behind = parts or (np.arange(len(batch)), rows, np.zeros_like(rows))
         self.cut += parts is not None
         start = torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32)
@@ -177,7 +183,7 @@ class Engine:
             torch.tensor(behind),
             self.window,
             kept,
-            None if self.choices is None else self.choices.lists,
+            None if self.choices is None else self.choices.gone,
             torch.from_numpy(slots),
             "torch",
         )
@@ -193,45 +199,109 @@ class Engine:
                 expected = [q for b in blocks for q in range(b * BLOCK, min((b + 1) * BLOCK, position + 1))]
                 found = read[: length - (end - 1 - position)]
                 assert found.tolist() == [_text(requests[place], q) for q in expected]
+        paths = [self._path(int(at), int(number)) for at, number in zip(first, drafts, strict=True)]
         if self.choices is not None:
-            self.choices.collect()
+            self._ask(requests, (first, rows, drafts), table, kept, (of, start.numpy()), paths)
+            self.choices.collect(_walked(paths))
             for name, evicted in self.choices.take_evicted().items():
                 self._manager.evict(name, evicted)
-                self.evicted += len(evicted[0][1])
+                self.evicted += sum(len(blocks) for _, blocks in evicted)
         for place, request in enumerate(requests):
-            self._settle(request, int(first[place]), int(rows[place]), int(drafts[place]))
+            self._settle(
+                request, int(first[place]), int(rows[place]), int(drafts[place]), len(paths[place]) - 1
+            )
+
+    def _path(self, root: int, drafts: int) -> list[int]:
+        """Rows of a tree that stand, its root first; where blocks end drafts do, too."""
+        ends = self.choices is None or self.codec.CHOOSES_AGAIN
+        most = min(drafts, BLOCK - 1 - root % BLOCK) if ends else drafts
+        return [0, *sorted(self.random.sample(range(1, drafts + 1), self.random.randrange(most + 1)))]
 
     def _read_by(self, request: Request, position: int) -> list[int]:
         """Blocks before its own that a row reads."""
         if self.choices is None:
             return self.codec.format.blocks_read(position // BLOCK)
-        read = self.choices._policies[request.request_id][0].read_at(position)
+        shadow: Any = self.shadows.setdefault(
+            request.request_id, self.codec.choice(request.num_prompt_tokens)
+        )
+        for end in range(self.said.get(request.request_id, 0) + 1, position + 1):
+            for asked in shadow.watched(end - 1, end):
+                shadow.take(asked, _weights(request, asked)[: asked // BLOCK] * self._reads(shadow, asked))
+            shadow.settle(end)
+            self.said[request.request_id] = end
+        read = shadow.read_at(position)
         return [*range(position // BLOCK)] if isinstance(read, int) else [*read]
 
-    def _ask(self, requests: list[Request], first: Any, rows: Any, table: Any) -> None:
+    def _reads(self, shadow: Any, position: int) -> Any:
+        """float32 ``[blocks before the row's own]``: 1 for those that it reads."""
+        read = shadow.read_at(position)
+        found = np.zeros(position // BLOCK, np.float32)
+        found[slice(None) if isinstance(read, int) else [*read]] = 1
+        return found
+
+    def _ask(
+        self, requests: list[Request], step: Any, table: Any, kept: KeptParts, parts: Any, paths: Any
+    ) -> None:
         """Weights are chance's, but a request's own."""
         assert self.choices is not None
+        (first, rows, drafts), (of, part_start) = step, parts
+        logits = np.array([0, *np.cumsum(1 + drafts)])
         batch = SimpleNamespace(
             req_ids=[request.request_id for request in requests],
             num_computed_tokens_np=first,
             num_scheduled_tokens=rows,
             query_start_loc_np=np.array([0, *np.cumsum(rows)]),
+            num_draft_tokens_per_req=drafts,
+            cu_num_logits_np=logits,
         )
-        for asked in self.choices.ask(batch, [torch.from_numpy(table)]):
-            for place, (request, row, seen) in enumerate(
-                zip(*(part.tolist() for part in asked[1:4]), strict=True)
-            ):
-                assert first[request] + row - batch.query_start_loc_np[request] == seen - 1
-                draw = np.random.default_rng([int(requests[request].request_id), seen])
-                asked.mass[place] = torch.from_numpy(draw.random(MOST_BLOCKS).astype(np.float32))
+        layout = RowLayout.of_size(len(requests), int(logits[-1]), torch.device("cpu"))
+        layout.bits[:] = torch.arange(logits[-1])[:, None]
+        trees = layout if drafts.any() else None
+        for group in self.choices.ask(batch, [torch.from_numpy(table)], [kept], part_start, trees):
+            for asked in group:
+                assert all(
+                    numbers.is_contiguous()
+                    for numbers in (*asked[1:], *(asked.trees or ()))
+                    if torch.is_tensor(numbers)
+                )
+                for i, (whose, row, seen) in enumerate(zip(*(p.tolist() for p in asked[1:4]), strict=True)):
+                    self._answer(requests, batch, asked, i, (whose, row, seen), (kept, of), paths)
+
+    def _answer(
+        self, requests: list[Request], batch: Any, asked: Any, i: int, what: Any, parts: Any, paths: Any
+    ) -> None:
+        """Of one row: what it sees is right, and it gets its weights."""
+        (whose, row, seen), (kept, of) = what, parts
+        place = int(np.searchsorted(batch.query_start_loc_np, row, "right")) - 1
+        request, offset = requests[place], row - int(batch.query_start_loc_np[place])
+        root, drafts = int(batch.num_computed_tokens_np[place]), batch.num_draft_tokens_per_req[place]
+        if asked.table is not kept.table:  # a prompt's
+            assert (whose, seen) == (place, root + offset + 1)
+            asked.mass[i] = torch.from_numpy(_weights(request, root + offset))
+            return
+        assert of[whose] == place
+        position, whole = root + offset, seen
+        if drafts:
+            whole = int(asked.trees.whole[i])
+            assert seen == whole + 1 + drafts
+            assert set(asked.trees.bits[i].tolist()) == {int(batch.cu_num_logits_np[place]) + offset}
+            position = root + paths[place].index(offset) if offset in paths[place] else -1
+            self.nodes += 1
+        elif asked.trees is not None:
+            assert int(asked.trees.whole[i]) == seen
+        if position < 0:
+            asked.mass[i] = 7.0  # of a node that does not stand
+            return
+        read = self._read_by(request, root if drafts else position)
+        assert whole == len(read) * BLOCK + (root % BLOCK if drafts else position % BLOCK + 1)
+        asked.mass[i] = 9.0  # of what is no block before its own
+        asked.mass[i, : len(read)] = torch.from_numpy(_weights(request, position)[read])
 
     @property
     def _manager(self) -> Any:
         return self.manager.coordinator.single_type_managers[0]
 
-    def _settle(self, request: Request, first: int, rows: int, drafts: int) -> None:
-        room = BLOCK - 1 - first % BLOCK if self.choices is None else drafts
-        accepted = self.random.randrange(min(drafts, room) + 1)
+    def _settle(self, request: Request, first: int, rows: int, drafts: int, accepted: int) -> None:
         request.num_computed_tokens = first + rows - drafts
         if request.num_computed_tokens == request.num_tokens:
             request.append_output_token_ids([self.random.randrange(9) for _ in range(1 + accepted)])
@@ -260,12 +330,33 @@ def _text(request: Request, position: int) -> int:
     return hash(tuple(request.all_token_ids[: position + 1]))
 
 
+def _weights(request: Request, position: int) -> Any:
+    """float32 ``[blocks]``: what a row attends to, the same whenever it is asked."""
+    draw = np.random.default_rng([int(request.request_id), position])
+    return draw.random(MOST_BLOCKS).astype(np.float32)
+
+
+def _walked(paths: list[list[int]]) -> Any:
+    path = np.tile(np.arange(1 + DRAFTS, dtype=np.int32), (len(paths), 1))
+    for row, own in zip(path, paths, strict=True):
+        row[: len(own)] = own
+    number = torch.tensor([len(own) for own in paths], dtype=torch.int32)
+    return SimpleNamespace(path=torch.from_numpy(path), num_emitted=number)
+
+
 @pytest.fixture(autouse=True)
 def one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chosen_blocks, "get_tensor_model_parallel_world_size", lambda: 1)
 
 
-@pytest.mark.parametrize("kv", [STREAMING, SNAPKV], ids=["streaming_llm", "snapkv"])
+@pytest.mark.parametrize(
+    "kv",
+    [
+        pytest.param(STREAMING, id="streaming_llm"),
+        pytest.param(SNAPKV, id="snapkv", marks=pytest.mark.slow),
+        pytest.param(CRITIC, id="critic"),
+    ],
+)
 def test_rows_find_what_they_read_and_no_block_is_lost(kv: dict[str, Any]) -> None:
     """Ten thousand events: prompts in parts, shared beginnings, drafts, preemption, ends."""
     engine = Engine(kv, seed=1)
@@ -275,6 +366,7 @@ def test_rows_find_what_they_read_and_no_block_is_lost(kv: dict[str, Any]) -> No
     assert min(engine.made, engine.refused, engine.found) > 50
     assert engine.cut > (50 if kv is STREAMING else 10)
     assert engine.evicted > 50 or kv is STREAMING
+    assert (engine.nodes > 1000) == (kv is CRITIC)
     assert engine.skipped > 1000
     for request in [*engine.running]:
         engine._free(request, again=False)
@@ -290,6 +382,11 @@ def test_rows_find_what_they_read_and_no_block_is_lost(kv: dict[str, Any]) -> No
         (SNAPKV, "freed too early"),
         (SNAPKV, "not shown again"),
         (SNAPKV, "not cut"),
+        (CRITIC, "freed too early"),
+        (CRITIC, "not shown again"),
+        (CRITIC, "not cut"),
+        (CRITIC, "another path"),
+        (CRITIC, "another block"),
     ],
 )
 def test_what_goes_wrong_is_noticed(kv: dict[str, Any], what: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -306,6 +403,19 @@ def test_what_goes_wrong_is_noticed(kv: dict[str, Any], what: str, monkeypatch: 
             block_specs.CodecManager,
             "evict",
             lambda self, name, evicted: evict(self, name, [(1, blocks) for _, blocks in evicted]),
+        )
+    elif what == "another path":  # the tree's rows, as if they were a chain
+        original_settle = Choices.settle
+
+        def settle(self: Choices) -> None:
+            if self._pending is not None and self._pending.paths is not None:
+                self._pending.paths[:, 1:] = torch.arange(1 + DRAFTS)
+            original_settle(self)
+
+        monkeypatch.setattr(Choices, "settle", settle)
+    elif what == "another block":  # the table's columns, as if they were the text's
+        monkeypatch.setattr(
+            Choices, "_by_block", lambda self, policy, position, mass: mass[: position // BLOCK].copy()
         )
     elif what == "not shown again":
         monkeypatch.setattr(Choices, "_show", lambda *_: None)

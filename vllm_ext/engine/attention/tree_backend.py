@@ -22,7 +22,7 @@ from vllm_ext.kernels.tree_attention import MAX_HEAD_SIZE, Scoring, TreeRows, tr
 
 # The attribute of vLLM's attention metadata that carries ours.
 TREES = "vllm_ext_trees"
-ASKED = "vllm_ext_asked"  # and what rows are asked, `vllm_ext.kernels.block_mass.AskedRows`, of a KV method
+ASKED = "vllm_ext_asked"  # and which rows a KV method asks, some `vllm_ext.kernels.block_mass.AskedRows`
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +110,7 @@ class TreeAttention:
     ) -> torch.Tensor:
         """vLLM's ``AttentionImpl.forward``."""
         stock: Any = super()
-        if (asked := getattr(attn_metadata, ASKED, None)) is not None:
+        for asked in getattr(attn_metadata, ASKED, ()):
             add_block_mass(query, self.kv_views(layer, kv_cache)[0], asked, self.scale, self.backend)
         trees: TreeMetadata | None = getattr(attn_metadata, TREES, None)
         if trees is None:

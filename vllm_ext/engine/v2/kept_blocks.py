@@ -9,7 +9,9 @@ captured graph reads them in buffers that stay. The blocks between are the sched
 from __future__ import annotations
 
 from abc import ABC
+from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -72,16 +74,17 @@ def parts_of(first: Int32, rows: Int32, drafts: Int32, window: Window) -> Parts 
     return Parts(request, (end - begin).astype(np.int32), behind.astype(np.int32))
 
 
-def parts_at(first: Int32, rows: Int32, drafts: Int32, cut: Int32) -> Parts | None:
-    """The same, where rows from a position on read something else: int32 ``[requests]``, ``cut``."""
-    number = 1 + ((drafts == 0) & (first < cut) & (cut < first + rows))
-    if (number == 1).all():
+def parts_at(first: Int32, rows: Int32, drafts: Int32, cuts: Sequence[Sequence[int]]) -> Parts | None:
+    """The same, where rows from some positions on read something else: of each request these, ascending."""
+    found = []
+    for request, (begin, number) in enumerate(zip(first.tolist(), rows.tolist(), strict=True)):  # numpy
+        end = begin + number
+        inside = [] if drafts[request] else [cut for cut in cuts[request] if begin < cut < end]
+        found += [(request, until - start, end - until) for start, until in pairwise([begin, *inside, end])]
+    if len(found) == len(rows):
         return None
-    request = np.repeat(np.arange(len(rows), dtype=np.int32), number)
-    place, end = offsets(number), (first + rows)[request]
-    begin = np.where(place == 0, first[request], cut[request])
-    until = np.where((place == 0) & (number[request] == 2), cut[request], end)
-    return Parts(request, (until - begin).astype(np.int32), (end - until).astype(np.int32))
+    request, lengths, behind = np.ascontiguousarray(np.array(found, np.int32).T)
+    return Parts(request, lengths, behind)
 
 
 class KeptState(ABC):
@@ -111,8 +114,8 @@ class KeptState(ABC):
         else:
             self._window = window = Window(self.codec.sink_blocks, blocks, self.codec.block_size)
         most = window.sinks + window.blocks + 1 + -(-drafts // window.block_size)
-        # A prompt's rows may begin in the middle of a block, and end there.
-        parts = 2 * self.max_num_reqs + -(-self.max_num_tokens // window.block_size)
+        # A request's rows may begin in the middle of a block, and end there; a prompt's end is a cut of its own.
+        parts = 3 * self.max_num_reqs + -(-self.max_num_tokens // window.block_size)
         self._kept = tuple(
             KeptParts.of_size(parts, min(most, table.shape[1]), self.device) for table in tables
         )
@@ -141,13 +144,12 @@ class KeptState(ABC):
         super().preprocess_state(input_batch, *args, **kwargs)  # type: ignore[misc]
 
     def lay_out(self, input_batch: Any) -> None:
-        """`TreeState`'s; where windows slide, drafts end with the block of their root, whose window they have."""
+        """`TreeState`'s; drafts end with the block of their root and read what it reads, where that may change then."""
         super().lay_out(input_batch)  # type: ignore[misc]
-        if self._choices is not None:
-            self._laid_out = True
-            return
-        trees: Any = self
-        end_with_block(trees.speculator.layout, input_batch.positions, self._window, backends.V2)
+        self._laid_out = self._choices is not None
+        if self._choices is None or self.codec.CHOOSES_AGAIN:
+            trees: Any = self
+            end_with_block(trees.speculator.layout, input_batch.positions, self._window, backends.V2)
 
     def prepare_attn(
         self,
@@ -161,12 +163,16 @@ class KeptState(ABC):
         **kwargs: Any,
     ) -> dict[str, Any]:
         """vLLM's metadata, and our trees', of the blocks that are read."""
-        asked: list[AskedRows] = []
+        asked: list[tuple[AskedRows, ...]] = []
         if self._kept:
             graph = for_capture or cudagraph_mode == CUDAGraphMode.FULL
+            whole, tables, laid_out = input_batch, block_tables, self._laid_out
+            input_batch, block_tables = self._keep(whole, tables, graph)
             if self._choices is not None and not graph:
-                asked = self._choices.ask(input_batch, block_tables)
-            input_batch, block_tables = self._keep(input_batch, block_tables, graph)
+                trees: Any = self
+                layout = trees.speculator.layout if laid_out else None
+                start = input_batch.query_start_loc_np
+                asked = self._choices.ask(whole, tables, self._kept, start, layout)
         metadata: dict[str, Any] = super().prepare_attn(  # type: ignore[misc]
             input_batch,
             cudagraph_mode,
@@ -199,7 +205,7 @@ class KeptState(ABC):
             if self._choices is None:
                 parts = parts_of(first, num, drafts, self._window)
             else:
-                parts = parts_at(first, num, drafts, self._choices.first[batch.idx_mapping_np])
+                parts = parts_at(first, num, drafts, self._choices.cuts(batch.req_ids))
         request = behind = None
         number = min(len(block_tables[0]), len(batch.query_start_loc) - 1)  # graphs have more than there are
         seq_lens, part_start, rows = (
@@ -215,11 +221,11 @@ class KeptState(ABC):
             part_start, request, behind = moved[: number + 1], moved[number + 1 : -number], moved[-number:]
             most = most[parts.request] - parts.behind
             batch = _split(batch, parts, start, part_start, request)
-        lists = None if self._choices is None else self._choices.lists
+        gone = None if self._choices is None else self._choices.gone
         slots = input_batch.idx_mapping
         for table, kept in zip(block_tables, self._kept, strict=True):
             keep_blocks(
-                table, seq_lens, part_start, request, behind, self._window, kept, lists, slots, backends.V2
+                table, seq_lens, part_start, request, behind, self._window, kept, gone, slots, backends.V2
             )
         if self._laid_out:
             self._laid_out = False

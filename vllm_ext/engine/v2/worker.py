@@ -83,10 +83,11 @@ class KeptBlocks(WorkerPart):
     def sample_tokens(self, grammar_output: Any) -> Any:
         """vLLM's; what is chosen not to be read goes with the tokens."""
         choices = self.model_runner.model_state.choices
-        if choices is not None:
-            choices.collect()
         output = super().sample_tokens(grammar_output)  # type: ignore[misc]
-        if choices is not None and output is not None and (evicted := choices.take_evicted()):
+        if choices is None:
+            return output
+        choices.collect(getattr(self.model_runner.rejection_sampler, "walked", None))
+        if output is not None and (evicted := choices.take_evicted()):
             step_extras.set_of(getattr(output, "model_runner_output", output)).evicted = evicted
         return output
 

@@ -31,7 +31,7 @@ SUBCLASSED = (
     "vllm_ext.engine.v2.steering_runner.RuledRunner",
     "vllm_ext.engine.v2.model_runner.SpeculativeRunner",
     "vllm_ext.engine.v2.model_state.TreeState",
-    "vllm_ext.engine.v2.paired_steps.PairedSampler",
+    "vllm_ext.engine.steering.paired_steps.PairedSampler",
     "vllm_ext.engine.v2.penalties.TreeBadWords",
     "vllm_ext.engine.v2.penalties.TreePenalties",
     "vllm_ext.engine.v2.rejection_sampler.LearningSampler",

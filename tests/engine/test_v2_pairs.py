@@ -14,8 +14,8 @@ from v2_requests import counters, generate, sampling, tokens
 from vllm.sampling_params import StructuredOutputsParams
 
 from vllm_ext.engine.steering.paired_rows import PairedRows
+from vllm_ext.engine.steering.paired_steps import PairedSteps
 from vllm_ext.engine.v2.logits_processor import RuleProcessor
-from vllm_ext.engine.v2.paired_steps import PairedSteps
 
 pytestmark = pytest.mark.v2
 

@@ -324,6 +324,7 @@ FILES = (
         if file.name not in ("logits_processor.py", "host_drafter.py")
     ),
     ENGINE / "recurrent/device_rows.py",
+    ENGINE / "steering/paired_steps.py",
     ENGINE / "scheduler/budget.py",
     *sorted(ENGINE.glob("attention/*_captured.py")),
     *sorted(ROOT.glob("proposers/*_device.py")),

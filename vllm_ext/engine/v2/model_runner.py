@@ -26,10 +26,10 @@ from vllm_ext.engine.attention import tree_backend
 from vllm_ext.engine.models.hidden_states import HiddenStates
 from vllm_ext.engine.processors.v1_interface import V1Processors
 from vllm_ext.engine.recurrent.device_rows import DeviceSteps
+from vllm_ext.engine.steering.paired_steps import PairedSteps
 from vllm_ext.engine.v2 import shares
 from vllm_ext.engine.v2.logits_processor import RuleProcessor
 from vllm_ext.engine.v2.model_state import TreeState
-from vllm_ext.engine.v2.paired_steps import PairedSteps
 from vllm_ext.engine.v2.penalties import TreeBadWords, TreePenalties
 from vllm_ext.engine.v2.rejection_sampler import LearningSampler, TreeVerifier
 from vllm_ext.engine.v2.speculators.base import TreeSpeculator

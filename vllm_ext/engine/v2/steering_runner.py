@@ -19,8 +19,8 @@ from vllm.v1.worker.gpu.sample.penalties import PenaltiesState
 from vllm_ext import patches
 from vllm_ext.config import rules
 from vllm_ext.engine.steering import aux_logits
+from vllm_ext.engine.steering.paired_steps import PairedSampler, PairedSteps
 from vllm_ext.engine.v2.logits_processor import RuleProcessor
-from vllm_ext.engine.v2.paired_steps import PairedSampler, PairedSteps
 
 
 class RuledRunner:

@@ -24,10 +24,10 @@ from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 
 from vllm_ext.config import request_options, speculative
 from vllm_ext.engine import paired_requests
+from vllm_ext.engine.steering.paired_steps import PairedSteps
 from vllm_ext.engine.structured_output import known_trees
 from vllm_ext.engine.structured_output.grammar import in_worker
 from vllm_ext.engine.structured_output.known_trees import KnownTrees
-from vllm_ext.engine.v2.paired_steps import PairedSteps
 from vllm_ext.engine.v2.speculators import tree_rows
 from vllm_ext.engine.v2.speculators.counters import Counts
 from vllm_ext.kernels import backends

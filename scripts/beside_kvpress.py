@@ -36,6 +36,11 @@ PRESSES = {
 BLOCK = 32  # tokens: least that attention on a CPU takes
 
 
+def budget_of(kept: float, context: int) -> int:
+    """Tokens, in whole blocks."""
+    return round(kept * context / BLOCK) * BLOCK
+
+
 def our_methods(budget: int) -> list[dict[str, Any]]:
     """Each with so many tokens kept behind a prompt."""
     return [
@@ -50,7 +55,7 @@ def ours(arguments: argparse.Namespace) -> dict[str, Any]:
     from vllm_ext.bench import kv_quality
 
     context, kept = arguments.context, arguments.kept
-    methods = [method for part in kept for method in our_methods(round(part * context / BLOCK) * BLOCK)]
+    methods = [method for part in kept for method in our_methods(budget_of(part, context))]
     plan = kv_quality.Plan(
         arguments.model,
         arguments.text.read_text(),
@@ -104,7 +109,7 @@ def theirs(report: dict[str, Any]) -> Iterator[dict[str, Any]]:
         for prompt, answer in asked["answers"] + [(each["prompt"], each["answer"]) for each in asked["keys"]]:
             if name is not None:
                 kind, options = PRESSES[name]
-                tokens = round(kept * report["context"] / BLOCK) * BLOCK  # as ours keep
+                tokens = budget_of(kept, report["context"])
                 press = getattr(kvpress, kind)(compression_ratio=1 - tokens / len(prompt), **options)
             found.append(read_behind(model, press, prompt, answer))
         num = len(asked["answers"])

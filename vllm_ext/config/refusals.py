@@ -251,7 +251,7 @@ def check_vllm_config(vllm_config: Any, method: str, choice: RunnerChoice, reads
     from vllm.platforms import current_platform
 
     if vllm_config.kv_transfer_config is not None:
-        _check_connector(vllm_config.kv_transfer_config.kv_connector, method, choice, reads_nodes)
+        _check_connector(vllm_config.kv_transfer_config.kv_connector, method, reads_nodes)
     if vllm_config.use_v2_model_runner != (choice.runner == "V2"):
         raise ValueError(
             _refusal(
@@ -283,7 +283,7 @@ def check_vllm_config(vllm_config: Any, method: str, choice: RunnerChoice, reads
         )
 
 
-def _check_connector(name: str, method: str, choice: RunnerChoice, reads_nodes: bool) -> None:
+def _check_connector(name: str, method: str, reads_nodes: bool) -> None:
     """Of connectors whose saved blocks are known to hold no slot of a draft: see `CONNECTORS`."""
     what = f"the KV connector {name!r} (kv_transfer_config or KV offloading)"
     if name not in CONNECTORS:
@@ -292,10 +292,6 @@ def _check_connector(name: str, method: str, choice: RunnerChoice, reads_nodes: 
             _refusal(
                 method, what, f"must be {known}: of others it is not known that they leave drafts' slots out."
             )
-        )
-    if choice.runner == "V2":
-        raise ValueError(
-            _refusal(method, what, "needs vLLM's V1 model runner: set VLLM_USE_V2_MODEL_RUNNER=0.")
         )
     if reads_nodes:
         raise ValueError(

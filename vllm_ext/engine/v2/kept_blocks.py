@@ -204,7 +204,7 @@ class KeptState(ABC):
             drafts = np.zeros_like(num) if drafts is None else drafts
             if self._choices is None:
                 parts = parts_of(first, num, drafts, self._window)
-            else:
+            elif ((num > 1) & (drafts == 0)).any():  # else nothing can be cut, as in steps that decode
                 parts = parts_at(first, num, drafts, self._choices.cuts(batch.req_ids))
         request = behind = None
         number = min(len(block_tables[0]), len(batch.query_start_loc) - 1)  # graphs have more than there are

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -114,13 +115,35 @@ def test_the_first_screen() -> None:
     assert any("vllm-ext doctor" in line for line in lines[:12])
 
 
-def test_the_dashboard_shows_metrics_that_exist() -> None:
-    dashboard = (ROOT / "docs" / "grafana.json").read_text()
-    json.loads(dashboard)
-    named = set(re.findall(r"vllm_ext:(\w+)", dashboard))
+@pytest.mark.parametrize("file", ["grafana.json", "alerts.yml"])
+def test_the_dashboard_and_alerts_are_of_metrics_that_exist(file: str) -> None:
+    named = set(re.findall(r"vllm_ext:(\w+)", (ROOT / "docs" / file).read_text()))
     known = {
         re.sub(r":.*", "", name) + "_total" if ":" in name or name not in counter_file.GAUGES else name
         for name in (*counter_file.COUNTERS, *counter_file.GAUGES)
     }
+    assert named
     assert named <= known, named - known
     assert named <= set(re.findall(r"vllm_ext:(\w+)", (ROOT / "docs" / "metrics.md").read_text()))
+
+
+def test_the_dashboard_is_json() -> None:
+    json.loads((ROOT / "docs" / "grafana.json").read_text())
+
+
+@pytest.mark.skipif(
+    shutil.which("promtool") is None, reason="promtool is not installed: apt-get install prometheus"
+)
+def test_alerts_fire_when_they_must() -> None:
+    subprocess.run(["promtool", "check", "rules", ROOT / "docs" / "alerts.yml"], check=True)
+    subprocess.run(["promtool", "test", "rules", ROOT / "tests" / "alerts.yml"], check=True)
+
+
+def test_each_alert_has_a_test() -> None:
+    alerts = re.findall(r"- alert: (\w+)", (ROOT / "docs" / "alerts.yml").read_text())
+    tests = (ROOT / "tests" / "alerts.yml").read_text()
+    assert alerts
+    for alert in alerts:
+        expected = re.findall(rf"alertname: {alert}\n? *(exp_alerts:)?", tests)
+        assert "exp_alerts:" in expected, f"{alert} must be seen to fire in tests/alerts.yml"
+        assert "" in expected, f"{alert} must be seen not to fire in tests/alerts.yml"

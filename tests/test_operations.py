@@ -4,11 +4,16 @@
 from __future__ import annotations
 
 import ast
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import yaml  # type: ignore[import-untyped]
+
+from vllm_ext.config import speculative
+from vllm_ext.engine.state import state_file
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "operations.md").read_text()
@@ -118,3 +123,18 @@ def test_what_writes(line: str, expected: bool) -> None:
     call = ast.parse(line, mode="eval").body
     assert isinstance(call, ast.Call)
     assert writes(call) is expected
+
+
+def test_the_manifest_waits_for_the_save() -> None:
+    documents = list(yaml.safe_load_all((ROOT / "deploy" / "kubernetes.yaml").read_text()))
+    (pod,) = (each["spec"]["template"]["spec"] for each in documents if each["kind"] == "Deployment")
+    (server,) = pod["containers"]
+    options = dict(argument.removeprefix("--").split("=", 1) for argument in server["args"])
+    (pause,) = re.findall(r"\d+", " ".join(server["lifecycle"]["preStop"]["exec"]["command"]))
+    needed = int(pause) + int(options["shutdown-timeout"]) + state_file.SHUTDOWN_SECONDS
+    assert pod["terminationGracePeriodSeconds"] > needed
+    method = speculative.parse(json.loads(options["speculative-config"]))
+    mounted = {mount["mountPath"] for mount in server["volumeMounts"]}
+    home = next(each["value"] for each in server["env"] if each["name"] == "HOME")
+    assert {home, "/tmp", "/dev/shm"} <= mounted
+    assert str(Path(method.options.state_dir or "").parent) in mounted

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from vllm_ext.engine import counter_file
+from vllm_ext.engine import counters
 from vllm_ext.proposers.registry import METHODS
 from vllm_ext.samplers.registry import RULES, load_rule
 from vllm_ext.samplers.steering import SteeringRule
@@ -119,8 +119,8 @@ def test_the_first_screen() -> None:
 def test_the_dashboard_and_alerts_are_of_metrics_that_exist(file: str) -> None:
     named = set(re.findall(r"vllm_ext:(\w+)", (ROOT / "docs" / file).read_text()))
     known = {
-        re.sub(r":.*", "", name) + "_total" if ":" in name or name not in counter_file.GAUGES else name
-        for name in (*counter_file.COUNTERS, *counter_file.GAUGES)
+        re.sub(r":.*", "", name) + "_total" if ":" in name or name not in counters.GAUGES else name
+        for name in (*counters.COUNTERS, *counters.GAUGES)
     }
     assert named
     assert named <= known, named - known

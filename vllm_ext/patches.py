@@ -158,6 +158,6 @@ def show_counters() -> None:
     def get_metrics(self: Any) -> list[Any]:
         from vllm_ext.engine import metrics
 
-        return [*original(self), *metrics.snapshot(self.vllm_config)]
+        return [*original(self), *metrics.snapshot(self)]
 
     LLMEngine.get_metrics = get_metrics

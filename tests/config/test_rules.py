@@ -221,11 +221,11 @@ def test_rules_that_report_or_learn_bring_their_classes(slice_dir: str, made: Pa
     config = engine_config(
         slice_dir, {"rules": {"awrs": {}}}, speculative_config={"method": "token_recycling"}
     )
-    assert config.parallel_config.worker_cls == worker.path_of(["Speculation", "Rules"])
+    assert config.parallel_config.worker_cls == worker.path_of(["Speculation", "Rules", "Counts"])
     asap = {"asap": {"state_dir": str(tmp_path / "new")}}
     config = engine_config(slice_dir, {"rules": asap})
-    assert config.parallel_config.worker_cls == worker.path_of(["Rules"])
-    waits = ["FaultyRequests", "DeferredTokens"]  # grammars compile beside it
+    assert config.parallel_config.worker_cls == worker.path_of(["Rules", "Counts"])
+    waits = ["FaultyRequests", "DeferredTokens", "Counts"]  # grammars compile beside it
     assert config.scheduler_config.scheduler_cls == scheduler.path_of(waits, ahead=False)
     assert (tmp_path / "new").is_dir()
     config = engine_config(slice_dir, {"rules": {"trie": {"files": {"short": str(made)}}}})

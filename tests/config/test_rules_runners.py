@@ -43,7 +43,7 @@ def given(**asked: Any) -> dict[str, Any]:
 
 
 def test_rules_that_steer_bring_their_parts_on_v2(model_dir: str, with_triton: None) -> None:
-    for method, parts in ((METHOD, ["V2Speculation", "V2Rules"]), (None, ["V2Rules"])):
+    for method, parts in ((METHOD, ["V2Speculation", "V2Rules", "Counts"]), (None, ["V2Rules"])):
         config = engine_of(model_dir, method, **given(dola={}, anchored=SELF))
         assert config.use_v2_model_runner
         assert config.parallel_config.worker_cls == worker.path_of(parts)

@@ -62,19 +62,21 @@ def test_on_v2_a_method_is_the_one_that_drafts_on_the_device(
     assert config.use_v2_model_runner
     assert config.speculative_config.method == class_paths.DEVICE_METHOD
     assert config.speculative_config.model == class_paths.DEVICE_DRAFTER
-    assert config.parallel_config.worker_cls == worker.path_of(["V2Speculation"])
+    assert config.parallel_config.worker_cls == worker.path_of(["V2Speculation", "Counts"])
     assert config.parallel_config.distributed_executor_backend == class_paths.LEAVING_EXECUTOR
     assert AnyExecutor.get_class(config).supports_async_scheduling()
     schedule = config.speculative_config.num_speculative_tokens_per_batch_size
     assert [level for *_, level in schedule] == [12, 6, 3, 0]
     assert config.scheduler_config.scheduler_cls == scheduler.path_of(
-        ["StructuredDrafts", "Budget", "DraftBlocks"], ahead=False
+        ["StructuredDrafts", "Budget", "DraftBlocks", "Counts"], ahead=False
     )
-    assert config.scheduler_config.get_scheduler_cls().__name__ == "StructuredDrafts_Budget_DraftBlocks"
+    assert (
+        config.scheduler_config.get_scheduler_cls().__name__ == "StructuredDrafts_Budget_DraftBlocks_Counts"
+    )
     fixed = made(model_dir, {**METHOD, "budget": "fixed"})
     assert fixed.speculative_config.num_speculative_tokens_per_batch_size is None
     assert fixed.scheduler_config.scheduler_cls == scheduler.path_of(
-        ["StructuredDrafts", "DraftBlocks"], ahead=False
+        ["StructuredDrafts", "DraftBlocks", "Counts"], ahead=False
     )
 
 
@@ -88,9 +90,9 @@ def test_methods_that_draft_on_the_host_run_on_v2_and_say_that_they_wait(
         config = made(model_dir, {"method": "suffix_tree", "num_speculative_tokens": 12, **folder})
     assert config.use_v2_model_runner
     assert config.speculative_config.method == class_paths.DEVICE_METHOD
-    assert config.parallel_config.worker_cls == worker.path_of(["V2Speculation"])
+    assert config.parallel_config.worker_cls == worker.path_of(["V2Speculation", "Counts"])
     assert config.scheduler_config.scheduler_cls == scheduler.path_of(
-        ["StructuredDrafts", "Budget", "DraftBlocks"], ahead=False
+        ["StructuredDrafts", "Budget", "DraftBlocks", "Counts"], ahead=False
     )
     assert runners.WAITS in caplog.text
     caplog.clear()
@@ -190,11 +192,11 @@ def test_draft_models_have_their_slots_on_v2(model_dir: str, with_triton: None) 
     assert config.use_v2_model_runner
     assert config.speculative_config.method == class_paths.DEVICE_METHOD
     assert config.scheduler_config.scheduler_cls == scheduler.path_of(
-        ["DraftSlots", "StructuredDrafts", "Budget", "DraftBlocks"], ahead=False
+        ["DraftSlots", "StructuredDrafts", "Budget", "DraftBlocks", "Counts"], ahead=False
     )
     fixed = made(model_dir, {**method, "budget": "fixed"})
     assert fixed.scheduler_config.scheduler_cls == scheduler.path_of(
-        ["DraftSlots", "StructuredDrafts", "DraftBlocks"], ahead=False
+        ["DraftSlots", "StructuredDrafts", "DraftBlocks", "Counts"], ahead=False
     )
 
 
@@ -338,22 +340,41 @@ def test_a_scheduler_of_the_users_own_runs_behind_our_parts(
     assert config.use_v2_model_runner
     path = schedulers.path_of(kind)
     chosen = config.scheduler_config
-    assert chosen.scheduler_cls == scheduler.path_over(["StructuredDrafts", "Budget", "DraftBlocks"], path)
+    assert chosen.scheduler_cls == scheduler.path_over(
+        ["StructuredDrafts", "Budget", "DraftBlocks", "Counts"], path
+    )
     assert scheduler.has(config, "Budget")
-    assert [each.__name__ for each in chosen.get_scheduler_cls().__mro__[1:5]] == [
+    assert [each.__name__ for each in chosen.get_scheduler_cls().__mro__[1:6]] == [
         "StructuredDrafts",
         "Budget",
         "DraftBlocks",
+        "Counts",
         path.rpartition(".")[2],
     ]
-    assert f"scheduler_cls {path} runs behind our StructuredDrafts, Budget, DraftBlocks" in caplog.text
+    assert (
+        f"scheduler_cls {path} runs behind our StructuredDrafts, Budget, DraftBlocks, Counts" in caplog.text
+    )
     args = EngineArgs(model=model_dir, scheduler_cls=kind)
     options = Speculation().options(args, Asked(runners.RunnerChoice("V2", ""), parse(METHOD)))
     assert options.get("async_scheduling") is ahead
     fixed = made(model_dir, {**METHOD, "budget": "fixed"}, scheduler_cls=kind)
     assert fixed.scheduler_config.scheduler_cls == scheduler.path_over(
-        ["StructuredDrafts", "DraftBlocks"], path
+        ["StructuredDrafts", "DraftBlocks", "Counts"], path
     )
+
+
+def test_on_v1_counts_alone_go_before_a_scheduler_of_the_users_own(
+    model_dir: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    logging.getLogger("vllm").propagate = True
+    path = schedulers.path_of(Scheduler)
+    config = made(model_dir, scheduler_cls=path)
+    assert not config.use_v2_model_runner
+    assert config.scheduler_config.scheduler_cls == scheduler.path_over(["Counts"], path)
+    others = "vllm.v1.core.sched.interface.SchedulerInterface"
+    config = made(model_dir, scheduler_cls=others)
+    assert config.scheduler_config.scheduler_cls == others
+    assert f"no counters of ours on /metrics: scheduler_cls='{others}' does not derive from" in caplog.text
 
 
 def test_draft_models_have_their_slots_before_a_scheduler_of_the_users_own(
@@ -363,7 +384,7 @@ def test_draft_models_have_their_slots_before_a_scheduler_of_the_users_own(
     config = made(model_dir, method, scheduler_cls=AsyncScheduler)
     path = schedulers.path_of(AsyncScheduler)
     assert config.scheduler_config.scheduler_cls == scheduler.path_over(
-        ["DraftSlots", "StructuredDrafts", "Budget", "DraftBlocks"], path
+        ["DraftSlots", "StructuredDrafts", "Budget", "DraftBlocks", "Counts"], path
     )
 
 

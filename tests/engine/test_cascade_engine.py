@@ -63,7 +63,7 @@ def watch(worker: Any, guesses: int) -> None:
 
 def kept(worker: Any) -> Any:
     """The trees, and the counters."""
-    return worker.trees, worker.model_runner.drafter.counters()
+    return worker.trees, worker.model_runner.drafter.counters.totals()
 
 
 def play(llm: Any, guesses: int, inputs: Any, params: Any) -> tuple[Any, Any, int, int]:

@@ -37,7 +37,7 @@ def test_a_method_becomes_options_vllm_knows(model_dir: str) -> None:
         assert made.speculative_config.method == "custom_class"
         assert made.speculative_config.model == class_paths.DRAFTER
         assert made.speculative_config.num_speculative_tokens == 4
-        assert made.parallel_config.worker_cls == worker.path_of(["Speculation"])
+        assert made.parallel_config.worker_cls == worker.path_of(["Speculation", "Counts"])
         assert made.additional_config["mine"] == 1
         assert made.additional_config["vllm_ext"]["speculation"].items() > METHOD.items()
         assert args.speculative_config == METHOD

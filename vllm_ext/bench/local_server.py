@@ -103,7 +103,7 @@ class LocalServer:
         Raises:
             OSError: the server does not answer.
         """
-        return sum(value for labels, value in _lines(metrics_page(self.url), name) if label in labels)
+        return total(metrics_page(self.url), name, label)
 
 
 def metrics_page(url: str) -> str:
@@ -113,9 +113,9 @@ def metrics_page(url: str) -> str:
     return page
 
 
-def total(page: str, name: str) -> float:
-    """Sum of a counter over its labels, on a page of ``/metrics``."""
-    return sum(value for _, value in _lines(page, name))
+def total(page: str, name: str, label: str = "") -> float:
+    """Sum of a counter over its labels, or over those with ``label="value"``, on a page of ``/metrics``."""
+    return sum(value for labels, value in _lines(page, name) if label in labels)
 
 
 def _lines(page: str, name: str) -> list[tuple[str, float]]:

@@ -1,121 +1,97 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Counters from the worker to the server's own ``/metrics``, and to ``LLM.get_metrics()`` in scripts.
+"""Counters of workers on a server's own ``/metrics``, and in ``LLM.get_metrics()``.
 
-vLLM sends nothing of ours from worker to API server, so the worker counts in a small shared file
-(`counter_file`) and a stat logger (vLLM's ``vllm.stat_logger_plugins`` group) moves what is new into ordinary
-Prometheus counters, which also work with several API servers. It does so after each step of an engine, and every few
-seconds besides, as an idle engine also saves what it has learnt.
+A worker's counts leave it with the output of a step. Its engine's scheduler (`scheduler.counts`) puts them into the
+``SchedulerStats`` that vLLM sends to one of the API servers with the step's tokens, on whatever host that is. There a
+stat logger (vLLM's ``vllm.stat_logger_plugins`` group) adds them to ordinary Prometheus counters. Only increments are
+sent, each to one process: vLLM's ``/metrics`` adds up the counters of several API servers.
+
+A script's ``LLM`` asks no plug-in for a stat logger. It asks its worker.
 """
 
 from __future__ import annotations
 
-import atexit
-import threading
-import weakref
+import struct
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import prometheus_client
-from vllm.logger import init_logger
-from vllm.v1.metrics import reader
+from vllm.v1.metrics import perf, reader
 from vllm.v1.metrics.loggers import StatLoggerBase
 
 from vllm_ext.config import rules, speculative
-from vllm_ext.engine import counter_file
-from vllm_ext.engine.counter_file import COUNTERS, DOCUMENTATION, GAUGES, ServerCounts, WorkerCounts
-
-logger = init_logger("vllm.vllm_ext")
+from vllm_ext.engine.counters import COUNTERS, DOCUMENTATION, GAUGES
 
 NO_METHOD = "none"  # the label of servers whose rules learn, without a method of ours
-IDLE_SECONDS = 2.0  # between looks at the counters of an engine that does nothing
+_PREFIX = "vllm_ext:"  # of our names among vLLM's
+_BITS = struct.Struct("=q"), struct.Struct("=d")
 
 
-def counter_path(vllm_config: Any, engine_index: int) -> Path:
-    """The counter file of one engine.
+def put(stats: Any, counted: Mapping[str, float]) -> None:
+    """Send counts along with a step's statistics.
 
-    Raises:
-        OSError: there is no folder for it that this user alone can write to.
+    Another process decodes them by the types of vLLM's fields. One of these takes any names, and vLLM prints it in
+    debugging only: the breakdown of a step by what it computes. Its values are integers, so a gauge is sent as the
+    bits of its double.
+
+    Args:
+        stats: vLLM's ``SchedulerStats``.
+        counted: by name, what was counted and the gauges that have changed.
     """
-    # Ray's data-parallel engines carry their rank in the id; the API server's copy does not.
-    instance = vllm_config.instance_id.partition("_dp")[0]
-    return counter_file.folder() / f"{instance}-{engine_index}{counter_file.SUFFIX}"
+    if stats.perf_stats is None:
+        stats.perf_stats = perf.PerfStats()
+    if stats.perf_stats.debug_stats is None:
+        stats.perf_stats.debug_stats = perf.DebugPerfStats(
+            context_breakdown={},
+            num_flops_per_gpu_breakdown={},
+            num_read_bytes_per_gpu_breakdown={},
+            num_write_bytes_per_gpu_breakdown={},
+        )
+    stats.perf_stats.debug_stats.context_breakdown.update(
+        (_PREFIX + name, _recode(value, *_BITS) if name in GAUGES else value)
+        for name, value in counted.items()
+    )
 
 
-def worker_counts(vllm_config: Any) -> WorkerCounts:
-    """What this worker, the first of its engine, counts in; where there can be no file, it says so and has none."""
-    try:
-        counts = WorkerCounts(counter_path(vllm_config, vllm_config.parallel_config.data_parallel_index))
-    except OSError as error:
-        logger.warning("vllm-ext: no counters on /metrics and in LLM.get_metrics(): %s", error)
-        return WorkerCounts(None)
-    atexit.register(counts.remove)
-    return counts
+def take(stats: Any) -> dict[str, float]:
+    """What `put` has put into statistics, which are vLLM's own afterwards."""
+    debug = None if stats is None or stats.perf_stats is None else stats.perf_stats.debug_stats
+    if debug is None or not debug.context_breakdown:
+        return {}
+    sent = debug.context_breakdown
+    names = [name.removeprefix(_PREFIX) for name in sent if name.startswith(_PREFIX)]
+    return {
+        name: _recode(value, *_BITS[::-1]) if name in GAUGES else value
+        for name in names
+        for value in [sent.pop(_PREFIX + name)]
+    }
 
 
-class Counters:
-    """What a worker has counted since start-up: rank 0, by whose file it reaches the server. Others count nothing."""
-
-    def __init__(self, vllm_config: Any) -> None:
-        rank = vllm_config.parallel_config.rank
-        self._file: WorkerCounts | None = worker_counts(vllm_config) if rank == 0 else None
-
-    def add(self, amounts: Mapping[str, int]) -> None:
-        """Count, by name."""
-        if self._file is not None:
-            self._file.add(amounts)
-
-    def count(self, name: str, amount: int = 1) -> None:
-        """Count what has one name."""
-        if amount:
-            self.add({name: amount})
-
-    def show_budget(self, state: Mapping[str, float]) -> None:
-        """What a budget says of itself."""
-        if self._file is not None:
-            self._file.show_budget(state)
-
-    def totals(self) -> dict[str, int]:
-        """By name; nothing on ranks that do not count."""
-        return {} if self._file is None else self._file.totals()
-
-    def close(self) -> None:
-        """The worker ends; may be called again."""
-        if self._file is not None:
-            self._file.remove()
+def _recode(value: float, target: struct.Struct, source: struct.Struct) -> Any:
+    return target.unpack(source.pack(value))[0]
 
 
-def snapshot(vllm_config: Any) -> list[Any]:
+def snapshot(llm_engine: Any) -> list[Any]:
     """What ``LLM.get_metrics()`` shows of ours, in vLLM's own types; nothing where no method of ours runs.
 
     Args:
-        vllm_config: the engine's.
+        llm_engine: vLLM's ``LLMEngine``.
     """
+    vllm_config = llm_engine.vllm_config
     method = _method(vllm_config)
     if method is None:
         return []
-    index = vllm_config.parallel_config.data_parallel_index
-    labels = _labels(vllm_config, index, method)
-    try:
-        counts = ServerCounts(counter_path(vllm_config, index))
-    except OSError as error:
-        logger.warning("vllm-ext: there are no counters of this engine: %s", error)
-        return []
-    try:
-        totals, gauges = counts.totals(), counts.gauges()
-    finally:
-        counts.close()
+    values: dict[str, float] = {}
+    for of_worker in llm_engine.collective_rpc("vllm_ext_metrics"):  # rank 0 has some
+        values |= of_worker
+    labels = _labels(vllm_config, vllm_config.parallel_config.data_parallel_index, method)
     found: list[Any] = []
-    shown = _shown(method)
-    for name, value in totals.items():
-        if name not in shown:
-            continue
-        name, _, reason = name.partition(":")
-        found.append(
-            reader.Counter(f"vllm_ext:{name}", {**labels, **({"reason": reason} if reason else {})}, value)
-        )
-    if method != NO_METHOD:
-        found += [reader.Gauge(f"vllm_ext:{name}", labels, value) for name, value in gauges.items()]
+    for name in _shown(method) if values else ():
+        if name in GAUGES:
+            found.append(reader.Gauge(_PREFIX + name, labels, values[name]))
+        else:
+            plain, own = _split(name, labels)
+            found.append(reader.Counter(_PREFIX + plain, own, values[name]))
     return found
 
 
@@ -129,8 +105,10 @@ def _method(vllm_config: Any) -> str | None:
 
 
 def _shown(method: str) -> tuple[str, ...]:
-    """The counters that there are: without a method those of what rules keep."""
-    return tuple(name for name in COUNTERS if method != NO_METHOD or name.startswith("state_"))
+    """The counters and gauges that there are: without a method counters of what rules keep."""
+    if method == NO_METHOD:
+        return tuple(name for name in COUNTERS if name.startswith("state_"))
+    return (*COUNTERS, *GAUGES)
 
 
 def _labels(vllm_config: Any, engine_index: int, method: str) -> dict[str, str]:
@@ -141,25 +119,27 @@ def _labels(vllm_config: Any, engine_index: int, method: str) -> dict[str, str]:
     }
 
 
+def _split(name: str, labels: dict[str, str]) -> tuple[str, dict[str, str]]:
+    """A counter's name and labels: some are one for each reason."""
+    name, _, reason = name.partition(":")
+    return name, {**labels, "reason": reason} if reason else labels
+
+
 class StatLogger(StatLoggerBase):  # type: ignore[misc]  # vLLM is untyped to us
-    """vLLM calls ``record`` in the API server after every step of an engine."""
+    """vLLM calls ``record`` in the API server that gets the statistics of a step of the engine."""
 
     def __init__(self, vllm_config: Any, engine_index: int = 0) -> None:
-        method = _method(vllm_config)
-        self._active = method is not None
-        if method is None:
-            return
-        self._config, self._index, self._method = vllm_config, engine_index, method
-        self._labels = _labels(vllm_config, engine_index, method)
-        self._file: ServerCounts | None = None
+        self._method = _method(vllm_config)
+        if self._method is not None:
+            self._labels = _labels(vllm_config, engine_index, self._method)
+        self._series: dict[
+            str, Any
+        ] = {}  # by name: a look-up by labels takes as long as all else of a step here
 
     def log_engine_initialized(self) -> None:
-        """The engine is ready: all our series are there from now on, with what its start has counted."""
-        self._refresh()
-        if self._active:
-            threading.Thread(
-                target=_keep_fresh, args=(weakref.ref(self),), name="vllm-ext-metrics", daemon=True
-            ).start()
+        """All our series are there from now on."""
+        if self._method is not None:
+            self._export(dict.fromkeys(_shown(self._method), 0))
 
     def record(
         self,
@@ -168,61 +148,35 @@ class StatLogger(StatLoggerBase):  # type: ignore[misc]  # vLLM is untyped to us
         mm_cache_stats: Any = None,
         engine_idx: int = 0,
     ) -> None:
-        """Export what the worker has counted since the last call."""
-        self._refresh()
+        """Export what has come with a step."""
+        if self._method is not None:
+            self._export(take(scheduler_stats))
 
-    def _refresh(self) -> bool:
-        """Export what is new; whether there can be more later."""
-        if not self._active:
-            return False
-        try:
-            if self._file is None:
-                self._file = ServerCounts(counter_path(self._config, self._index))
-                self._export(dict.fromkeys(_shown(self._method), 0))
-                self._show(dict.fromkeys(GAUGES, 0.0))
-            if new := self._file.take():
-                self._export(new)
-                self._show(self._file.gauges())
-        except OSError as error:
-            # The engine runs on another host (multi-node data parallel, Ray), or somebody cut the file short.
-            self._active = False
-            logger.warning("vllm-ext: counters of engine %s are not exported: %s", self._index, error)
-        return self._active
-
-    def _export(self, amounts: dict[str, int]) -> None:
-        for name, amount in amounts.items():
-            name, _, reason = name.partition(":")
-            labels = {**self._labels, "reason": reason} if reason else self._labels
-            _prometheus_counter(name, tuple(labels)).labels(**labels).inc(amount)
-
-    def _show(self, values: dict[str, float]) -> None:
-        for name, value in values.items() if self._method != NO_METHOD else ():
-            _prometheus_gauge(name, tuple(self._labels)).labels(**self._labels).set(value)
-
-
-def _keep_fresh(logger_of: weakref.ref[StatLogger]) -> None:
-    """Export what an engine counts between requests, as long as its stat logger lives."""
-    waiting = threading.Event()
-    while (stat_logger := logger_of()) is not None and stat_logger._refresh():
-        del stat_logger
-        waiting.wait(IDLE_SECONDS)
+    def _export(self, values: Mapping[str, float]) -> None:
+        for name, value in values.items():
+            if name not in self._series:
+                self._series[name] = _prometheus_series(name, self._labels)
+            if name in GAUGES:
+                self._series[name].set(value)
+            else:
+                self._series[name].inc(value)
 
 
 # One collector of each name for a process: several engines in it differ by label.
-_prometheus_counters: dict[str, prometheus_client.Counter] = {}
-_prometheus_gauges: dict[str, prometheus_client.Gauge] = {}
+_collectors: dict[str, Any] = {}
 
 
-def _prometheus_counter(name: str, labels: tuple[str, ...]) -> prometheus_client.Counter:
-    if name not in _prometheus_counters:
-        documentation = DOCUMENTATION.get(name, "Steps that went on without drafts, by reason.")
-        _prometheus_counters[name] = prometheus_client.Counter(f"vllm_ext:{name}", documentation, labels)
-    return _prometheus_counters[name]
-
-
-def _prometheus_gauge(name: str, labels: tuple[str, ...]) -> prometheus_client.Gauge:
-    if name not in _prometheus_gauges:
-        _prometheus_gauges[name] = prometheus_client.Gauge(
-            f"vllm_ext:{name}", GAUGES[name], labels, multiprocess_mode="mostrecent"
-        )
-    return _prometheus_gauges[name]
+def _prometheus_series(name: str, labels: dict[str, str]) -> Any:
+    """One engine's."""
+    plain, labels = _split(name, labels)
+    if plain not in _collectors:
+        full = _PREFIX + plain
+        if name in GAUGES:
+            made: Any = prometheus_client.Gauge(
+                full, GAUGES[name], tuple(labels), multiprocess_mode="mostrecent"
+            )
+        else:
+            documentation = DOCUMENTATION.get(plain, "Steps that went on without drafts, by reason.")
+            made = prometheus_client.Counter(full, documentation, tuple(labels))
+        _collectors[plain] = made
+    return _collectors[plain].labels(**labels)

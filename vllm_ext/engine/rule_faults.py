@@ -117,7 +117,5 @@ def attach(
         notes: likewise.
     """
     if (faults or notes) and output is not None:
-        for own in ("model_runner_output", "_model_runner_output"):  # of V2's and V1's asynchronous outputs
-            output = getattr(output, own, output)
         extras = step_extras.set_of(output)
         extras.faults, extras.notes = dict(faults), dict(notes)

@@ -22,7 +22,7 @@ class StepExtras:
         default_factory=dict
     )  # by request: a place in the output, its token
     level: int | None = None  # nodes of a request on average, where its drafts are more
-    budget: Mapping[str, float] | None = None  # now and then: the budget's figures, for the counter file
+    budget: Mapping[str, float] | None = None  # now and then: the budget's figures, for gauges
     # By request that has given KV blocks back, how many it has kept; of each of these KV groups.
     kept_blocks: Mapping[str, int] = field(default_factory=dict)
     kept_in: Sequence[int] = ()
@@ -40,9 +40,12 @@ class StepExtras:
     faults: Mapping[str, tuple[int, str]] = field(
         default_factory=dict
     )  # by request: a place in the output, the reason
+    # Of the worker's counters what is new, and its gauges that have changed (`engine.counters`).
+    counted: Mapping[str, float] = field(default_factory=dict)
 
 
 _NONE = StepExtras()
+_INSIDE = ("model_runner_output", "_model_runner_output")  # of V2's and V1's asynchronous outputs
 
 
 def of(output: Any) -> StepExtras:
@@ -52,7 +55,9 @@ def of(output: Any) -> StepExtras:
 
 
 def set_of(output: Any) -> StepExtras:
-    """Those of vLLM's output, to set fields of."""
+    """Those of vLLM's output, or of what an asynchronous one becomes, to set fields of."""
+    for own in _INSIDE:
+        output = getattr(output, own, output)
     extras: StepExtras | None = getattr(output, ATTRIBUTE, None)
     if extras is None:
         extras = StepExtras()

@@ -3,14 +3,17 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from vllm.logger import init_logger
+from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT
 
 from vllm_ext.compat import hooks
 from vllm_ext.config import kv_cache, rules
-from vllm_ext.engine import backend_overrides, process_exit
+from vllm_ext.engine import backend_overrides, process_exit, step_extras
+from vllm_ext.engine.counters import Counters
 from vllm_ext.engine.startup_log import Started
 
 logger = init_logger("vllm.vllm_ext")
@@ -21,6 +24,7 @@ class WorkerPart:
 
     HOOKS: ClassVar[Sequence[hooks.Hook]]  # of the runner's
 
+    counters: Counters | None = None  # of parts that count; `Counts` sends them
     # vLLM's.
     vllm_config: Any
     model_runner: Any
@@ -58,3 +62,32 @@ class WorkerPart:
         """vLLM's. Also called when start-up has failed, at any point of it."""
         super().shutdown()  # type: ignore[misc]
         process_exit.may_leave()
+
+
+class Counts:
+    """Sends what other parts have counted, with the output of each step that has something to say."""
+
+    counters: Counters | None = None
+
+    def execute_model(self, *args: Any, **kwargs: Any) -> Any:
+        """vLLM's; a step of no request has its output here."""
+        return self._with_counts(super().execute_model(*args, **kwargs))  # type: ignore[misc]
+
+    def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
+        return self._with_counts(super().sample_tokens(*args, **kwargs))  # type: ignore[misc]
+
+    def _with_counts(self, output: Any) -> Any:
+        if output is None or self.counters is None or not (counted := self.counters.take_new()):
+            return output
+        if output is EMPTY_MODEL_RUNNER_OUTPUT:  # of all steps
+            output = copy.copy(output)
+        step_extras.set_of(output).counted = counted
+        return output
+
+    def vllm_ext_counters(self) -> dict[str, int]:
+        """This rank's totals since start-up, for ``LLM.collective_rpc``; empty on ranks that do not count."""
+        return {} if self.counters is None else self.counters.totals()
+
+    def vllm_ext_metrics(self) -> dict[str, float]:
+        """With the gauges."""
+        return {} if self.counters is None else {**self.counters.totals(), **self.counters.gauges()}

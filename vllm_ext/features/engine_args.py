@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-import uuid
+from collections.abc import Collection
 from typing import Any
 
 from vllm.logger import init_logger
@@ -76,12 +76,24 @@ def create_engine_config(original: Any, args: Any, *more: Any, **options: Any) -
     chosen = vllm_config.scheduler_config
     if parts and chosen.scheduler_cls is None:
         chosen.scheduler_cls = scheduler.path_of(parts, ahead=chosen.async_scheduling)
-    elif parts and asked.on_v2 and asked.method is not None:
+    elif parts:
+        _put_before(
+            chosen, parts if asked.on_v2 and asked.method is not None else {"Counts"}.intersection(parts)
+        )
+    _finish(vllm_config, asked, "worker_cls" in rewritten)
+    return vllm_config
+
+
+def _put_before(chosen: Any, parts: Collection[str]) -> None:
+    """Let the user's own scheduler run behind some of our parts, or say why it cannot."""
+    if not parts:
+        return
+    if (problem := schedulers.problem(chosen.scheduler_cls)) is not None:
+        logger.warning("vllm-ext: no counters of ours on /metrics: %s", problem)
+    else:
         users = schedulers.path_of(chosen.scheduler_cls)
         logger.info("vllm-ext: scheduler_cls %s runs behind our %s", users, ", ".join(parts))
         chosen.scheduler_cls = scheduler.path_over(parts, users)
-    _finish(vllm_config, asked, "worker_cls" in rewritten)
-    return vllm_config
 
 
 def _finish(vllm_config: Any, asked: Asked, own_worker: bool) -> None:
@@ -89,8 +101,6 @@ def _finish(vllm_config: Any, asked: Asked, own_worker: bool) -> None:
     if asked.rules is not None:
         patches.read_requests()
     if asked.method is not None or (asked.rules is not None and asked.rules.learns):
-        # Our counters are a file named after the instance; vLLM's own five hex digits could meet on a busy host.
-        vllm_config.instance_id = uuid.uuid4().hex
         patches.show_counters()
     parallel = vllm_config.parallel_config
     if own_worker and parallel.distributed_executor_backend == "mp":

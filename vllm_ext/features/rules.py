@@ -59,7 +59,7 @@ class Rules(Feature):
     def worker_parts(self, asked: Asked) -> Sequence[str]:
         if asked.rules is None:
             return ()
-        return ("V2Rules",) if asked.on_v2 else ("Rules",)
+        return ("V2Rules" if asked.on_v2 else "Rules", *(("Counts",) if asked.rules.learns else ()))
 
     def scheduler_parts(self, vllm_config: Any, asked: Asked) -> Sequence[str]:
         ruled = asked.rules
@@ -74,6 +74,7 @@ class Rules(Feature):
             "LookaheadRequests": ruled.looks_ahead,
             "SharedGrammars": asked.on_v2 and bool(ruled.shares_grammars),
             "DeferredTokens": waits,
+            "Counts": ruled.learns,
         }
         return [name for name, wanted in parts.items() if wanted]
 

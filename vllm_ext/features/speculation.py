@@ -102,7 +102,7 @@ class Speculation(Feature):
     def worker_parts(self, asked: Asked) -> Sequence[str]:
         if asked.method is None:
             return ()
-        return ("V2Speculation",) if asked.on_v2 else ("Speculation",)
+        return ("V2Speculation" if asked.on_v2 else "Speculation", "Counts")
 
     def scheduler_parts(self, vllm_config: Any, asked: Asked) -> Sequence[str]:
         if asked.method is None:
@@ -110,8 +110,8 @@ class Speculation(Feature):
         slots = ("DraftSlots",) if reads_nodes(asked.method.options) else ()
         if asked.on_v2:
             levels = ("Budget",) if _has_levels(vllm_config) else ()
-            return (*slots, "StructuredDrafts", *levels, "DraftBlocks")
-        parts = "DraftCounts", *slots, "DraftBlocks"
+            return (*slots, "StructuredDrafts", *levels, "DraftBlocks", "Counts")
+        parts = "DraftCounts", *slots, "DraftBlocks", "Counts"
         if issubclass(asked.method.proposer_class, DraftModelProposer):
             return parts
         return (*parts, "StructuredDrafts")

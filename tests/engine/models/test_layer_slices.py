@@ -27,7 +27,7 @@ def config_for(model_dir: str, method: dict[str, Any], **options: Any) -> Any:
 @pytest.mark.parametrize("method", ["layerskip", "del", "unified_skip"])
 def test_drafts_have_slots(model_dir: str, method: str) -> None:
     assert config_for(model_dir, {"method": method}).scheduler_config.scheduler_cls == scheduler.path_of(
-        ["DraftSlots", "DraftCounts", "DraftBlocks"], ahead=False
+        ["DraftSlots", "DraftCounts", "DraftBlocks", "Counts"], ahead=False
     )
 
 

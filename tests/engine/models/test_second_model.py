@@ -37,7 +37,7 @@ def config_for(model_dir: str, method: dict[str, Any], **options: Any) -> Any:
 def test_a_slice_of_the_target(model_dir: str) -> None:
     made = config_for(model_dir, {"model": "self"})
     assert made.scheduler_config.scheduler_cls == scheduler.path_of(
-        ["DraftSlots", "DraftCounts", "DraftBlocks"], ahead=False
+        ["DraftSlots", "DraftCounts", "DraftBlocks", "Counts"], ahead=False
     )
     for layers, expected in ((None, 7), (3, 3), (30, 30)):
         options = DraftModelOptions(model="self", self_layers=layers)

@@ -201,7 +201,7 @@ def test_a_backend_is_named_as_vllm_names_it() -> None:
 def test_the_core_masks_where_the_worker_cannot_know(slice_dir: str) -> None:
     config = config_for(slice_dir)
     assert config.scheduler_config.scheduler_cls == scheduler.path_of(
-        ["StructuredDrafts", "DraftCounts", "DraftBlocks"], False
+        ["StructuredDrafts", "DraftCounts", "DraftBlocks", "Counts"], False
     )
     config.structured_outputs_config.reasoning_parser = "qwen3"
     assert not grammars.in_worker(config)

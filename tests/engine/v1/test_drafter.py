@@ -92,8 +92,7 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
 
 
 @pytest.fixture
-def drafter(recorder: Recorder, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> Drafter:
-    monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path))
+def drafter(recorder: Recorder) -> Drafter:
     return make_drafter()
 
 
@@ -114,7 +113,6 @@ def make_drafter(rank: int = 0, world_size: int = 1, **options: Any) -> Drafter:
             parallel_config=SimpleNamespace(rank=rank, data_parallel_index=0, world_size=world_size),
             scheduler_config=SimpleNamespace(scheduler_cls="the user's"),
             structured_outputs_config=SimpleNamespace(reasoning_parser="", enable_in_reasoning=False),
-            instance_id="test",
         )
     )
 
@@ -203,7 +201,7 @@ def test_requests_that_ask_for_fewer_nodes_or_none(drafter: Drafter, recorder: R
     (rows,) = recorder.rows
     assert rows.row_start.tolist() == [0, 0, 1, 2]
     assert rows.top_ids[:, 0].tolist() == [11, 12]
-    assert drafter.counters()["spec_steps"] == 2
+    assert drafter.counters.totals()["spec_steps"] == 2
     for name in asked:
         drafter.finish(name)
     assert recorder.finished == ["small", "free"]
@@ -237,7 +235,7 @@ def test_rows_of_a_mixed_batch(drafter: Drafter, recorder: Recorder) -> None:
     assert rows.accepted.tolist() == [True, True, False, True, True]
     assert rows.top_ids.tolist() == [[10 + row, 0] for row in range(5)]
     assert recorder.started == ["a", "c"]
-    assert drafter.counters() == {
+    assert drafter.counters.totals() == {
         "spec_draft_tokens": 2,
         "spec_accepted_tokens": 1,
         "spec_emitted_tokens": 3,
@@ -267,8 +265,8 @@ def test_a_pair_is_given_its_primarys_drafts(drafter: Drafter, recorder: Recorde
     assert step(drafter, runner, [1, 1], [[5, 6], [5, 6]]) == [[7, 8, 9], [7, 8, 9]]
     assert drafter.proposed["a's"] is drafter.proposed["a"]
     assert [request.request_id for request in recorder.requests] == ["a"]
-    assert drafter.counters()["spec_emitted_tokens"] == 2
-    assert drafter.counters()["spec_steps"] == 1
+    assert drafter.counters.totals()["spec_emitted_tokens"] == 2
+    assert drafter.counters.totals()["spec_steps"] == 1
 
 
 def test_placeholders_are_nobodys_drafts(drafter: Drafter, recorder: Recorder) -> None:
@@ -284,7 +282,7 @@ def test_placeholders_are_nobodys_drafts(drafter: Drafter, recorder: Recorder) -
     assert rows.tokens.tolist() == [3, 5, 11]
     assert rows.parents.tolist() == [-1, -1, 0]
     assert rows.top_ids[:, 0].tolist() == [10, 14, 15]
-    counters = drafter.counters()
+    counters = drafter.counters.totals()
     assert counters["spec_draft_tokens"] == 1
     assert counters["fallbacks:proposer_error"] == 0
 
@@ -301,9 +299,9 @@ def test_prompt_tokens_are_no_drafts(drafter: Drafter, recorder: Recorder) -> No
     drafter.budget.observe = lambda *evidence: predicted.append(evidence)  # type: ignore[method-assign]
     step(drafter, runner, [3], [[7, 3]])
     assert predicted == [(["a"], [0.5], [1])]
-    assert drafter.counters()["spec_draft_tokens"] == 1
-    assert drafter.counters()["spec_accepted_tokens"] == 1
-    assert drafter.counters()["fallbacks:proposer_error"] == 0
+    assert drafter.counters.totals()["spec_draft_tokens"] == 1
+    assert drafter.counters.totals()["spec_accepted_tokens"] == 1
+    assert drafter.counters.totals()["fallbacks:proposer_error"] == 0
 
 
 @pytest.mark.parametrize(("first", "drafted"), [(7, [7]), (VOCAB, [])])
@@ -317,7 +315,7 @@ def test_what_prompt_tokens_were_asked_for_is_judged(
     recorder.draft = DraftTree.chain(np.array([first, VOCAB + 1], np.int32), np.array([0.5, 0.4], np.float32))
     runner = Runner({"a": ([1], [5], params())}, [[1]])
     assert step(drafter, runner, [0], [[5]]) == [drafted]
-    assert drafter.counters()["fallbacks:proposer_error"] == 0
+    assert drafter.counters.totals()["fallbacks:proposer_error"] == 0
 
 
 @pytest.mark.parametrize(
@@ -354,7 +352,7 @@ def test_tokens_after_the_end_are_nobodys(drafter: Drafter, recorder: Recorder) 
     assert rows.accepted.tolist() == [True, True, True, False, True, True, False]
     assert [request.tokens.tolist() for request in recorder.requests] == [[1, 5, 2], [1, 5]]
     assert [request.max_depth for request in recorder.requests] == [0, 0]
-    counted = drafter.counters()
+    counted = drafter.counters.totals()
     assert counted["spec_emitted_tokens"] == 2 + 1
     assert counted["spec_accepted_tokens"] == 1 + 0
 
@@ -382,7 +380,7 @@ def test_a_fault_costs_drafts_not_requests(
     with monkeypatch.context() as patch:
         patch.setattr(recorder, "observe", fail)
         assert step(drafter, runner, [0], [[4]]) == [[]]
-    assert drafter.counters()["fallbacks:proposer_error"] == 1
+    assert drafter.counters.totals()["fallbacks:proposer_error"] == 1
     assert step(drafter, runner, [0], [[4]]) == [[7, 8, 9]]
 
 
@@ -400,7 +398,7 @@ def test_a_fault_of_one_request_costs_no_other(
     with monkeypatch.context() as patch:
         patch.setattr(recorder, where, fail)
         assert step(drafter, runner, [0, 0, 0], [[4], [4], [4]]) == [[7, 8, 9], [], [7, 8, 9]]
-    assert drafter.counters()["fallbacks:proposer_error"] == 1
+    assert drafter.counters.totals()["fallbacks:proposer_error"] == 1
     assert step(drafter, runner, [0, 0, 0], [[4], [4], [4]]) == [[7, 8, 9]] * 3
     assert sorted(recorder.started) == ["a", "b", "c"]
 
@@ -435,8 +433,8 @@ def test_a_grammars_fault_costs_its_request_the_drafts(drafter: Drafter) -> None
     for _ in range(2):
         assert step(drafter, runner, [0, 0, 0], [[4], [4], [4]]) == [[], [7], [7, 8, 9]]
     assert grammars.asked == ["a", "b", "b"]
-    assert drafter.counters()["fallbacks:proposer_error"] == 1
-    assert drafter.counters()["fallbacks:no_grammar"] == 1
+    assert drafter.counters.totals()["fallbacks:proposer_error"] == 1
+    assert drafter.counters.totals()["fallbacks:no_grammar"] == 1
 
 
 BRANCHING = DraftTree(
@@ -454,7 +452,7 @@ def test_a_fault_of_the_tap_costs_what_was_to_be_learnt(
     runner = Runner({"a": ([1], [4], params())}, [[1]])
     assert step(drafter, runner, [0], [[4]]) == [[7, 8, 9]]
     assert recorder.rows == []
-    assert drafter.counters()["fallbacks:proposer_error"] == 1
+    assert drafter.counters.totals()["fallbacks:proposer_error"] == 1
 
 
 def test_structured_output_gets_the_best_chain_of_a_tree(drafter: Drafter, recorder: Recorder) -> None:
@@ -463,7 +461,7 @@ def test_structured_output_gets_the_best_chain_of_a_tree(drafter: Drafter, recor
         {"a": ([1], [4], params(structured_outputs=object())), "b": ([1], [4], params())}, [[1], [1]]
     )
     assert step(drafter, runner, [0, 0], [[4], [4]]) == [[7, 9], [7, 8, 9]]
-    assert drafter.counters()["fallbacks:structured_output_chain"] == 1
+    assert drafter.counters.totals()["fallbacks:structured_output_chain"] == 1
 
 
 class OddTokens:
@@ -496,7 +494,7 @@ def test_a_structured_tree_is_what_its_grammar_allows(drafter: Drafter, recorder
     runner = Runner({"a": ([1], [4], given), "b": ([1], [4], params()), "c": ([1], [5], given)}, [[1]] * 3)
     assert step(drafter, runner, [0, 0, 0], [[4], [4], [5]]) == [[7, 9], [7, 8, 9], []]
     assert odd.outputs == [[4], [5]]
-    counters = drafter.counters()
+    counters = drafter.counters.totals()
     assert (counters["fallbacks:structured_output_chain"], counters["fallbacks:no_grammar"]) == (0, 1)
     assert not any(request.chain for request in recorder.requests)
     # A grammar prunes trees, so that they may not be drawn.
@@ -527,7 +525,7 @@ def test_a_model_without_tree_attention_gets_chains(drafter: Drafter, recorder: 
     drafter.chain_reason = "sliding window"
     runner = Runner({"a": ([1], [4], params())}, [[1]])
     assert step(drafter, runner, [0], [[4]]) == [[7, 9]]
-    assert drafter.counters()["fallbacks:model_chain"] == 1
+    assert drafter.counters.totals()["fallbacks:model_chain"] == 1
 
 
 def test_the_budget_cuts_what_is_scheduled_not_what_is_remembered(
@@ -592,8 +590,7 @@ def test_the_budget_learns_from_steps_without_prompts(
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path))
+def folder(tmp_path: Path) -> Path:
     return tmp_path / "state"
 
 
@@ -623,11 +620,11 @@ def test_what_is_learnt_is_saved_at_the_end_and_loaded_at_the_start(recorder: Re
     assert recorder.finished == ["a"]  # its text counts too
     drafter.close()
     assert len(files(folder)) == 1
-    assert drafter.counters()["state_saves"] == 1
-    assert drafter.counters()["state_loads"] == 0
+    assert drafter.counters.totals()["state_saves"] == 1
+    assert drafter.counters.totals()["state_loads"] == 0
     drafter = loaded(state_dir=str(folder))
     assert recorder.started == ["before"]
-    assert drafter.counters()["state_loads"] == 1
+    assert drafter.counters.totals()["state_loads"] == 1
     drafter.close()
 
 
@@ -662,8 +659,8 @@ def test_bad_state_is_set_aside_and_the_server_starts(
         )
     drafter = loaded(state_dir=str(folder))
     assert recorder.started == []
-    assert drafter.counters()["state_set_aside"] == 1
-    assert drafter.counters()["state_loads"] == 0
+    assert drafter.counters.totals()["state_set_aside"] == 1
+    assert drafter.counters.totals()["state_loads"] == 0
     assert str(folder / name) in caplog.text
     assert ("cannot be read" if bad == "damaged" else "started is int64[2]; expected int64[3]") in caplog.text
     learn(drafter)
@@ -686,7 +683,7 @@ def test_a_proposer_that_took_over_a_part_is_made_anew(folder: Path, monkeypatch
     assert (drafter.proposer.calibration.hits == TokenRecycling(VOCAB).calibration.hits).all()
     learn(drafter)
     drafter.close()
-    assert drafter.counters()["state_saves"] == 1
+    assert drafter.counters.totals()["state_saves"] == 1
 
 
 def test_a_bad_file_that_cannot_be_renamed_is_not_overwritten(

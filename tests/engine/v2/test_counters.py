@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -11,25 +10,20 @@ import torch
 
 pytest.importorskip("vllm")
 
-from vllm_ext.engine import metrics
-from vllm_ext.engine.counter_file import ServerCounts
 from vllm_ext.engine.v2.speculators import counters
 from vllm_ext.engine.v2.speculators.counters import ON_DEVICE, Counts
 
 
-def test_counts_arrive_a_step_later_and_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "file"
-    monkeypatch.setattr(metrics, "counter_path", lambda *_: path)
-    config = SimpleNamespace(parallel_config=SimpleNamespace(rank=0, data_parallel_index=0))
+def test_counts_arrive_a_step_later_and_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = SimpleNamespace(parallel_config=SimpleNamespace(rank=0))
     counts = Counts(config, torch.device("cpu"))
-    server = ServerCounts(path)
     monkeypatch.setattr(counters, "COPY_SECONDS", 0.0)
     counts.begin_step()
     counts.on_device += torch.tensor([3, 2, 4, 2])
     counts.begin_step()
-    assert not server.take()  # copied, not yet taken
+    assert not counts.take_new()  # copied, not yet taken
     counts.begin_step()
-    assert server.take() == {
+    assert counts.take_new() == {
         "spec_draft_tokens": 3,
         "spec_accepted_tokens": 2,
         "spec_emitted_tokens": 4,
@@ -39,24 +33,25 @@ def test_counts_arrive_a_step_later_and_once(tmp_path: Path, monkeypatch: pytest
     counts.on_device += torch.tensor([0, 0, 1, 1])
     counts.begin_step()
     counts.begin_step()
-    assert not server.take()  # not so soon
+    assert not counts.take_new()  # not so soon
     counts.begin_step(idle=True)
-    assert server.take() == {"spec_emitted_tokens": 1, "spec_steps": 1}
+    assert counts.take_new() == {"spec_emitted_tokens": 1, "spec_steps": 1}
     counts.on_device += torch.tensor([0, 0, 1, 1])
     counts.count("fallbacks:model_chain", 2)
     totals = counts.totals()
     assert [totals[name] for name in ON_DEVICE] == [3, 2, 6, 4]
-    assert server.take() == {"spec_emitted_tokens": 1, "spec_steps": 1, "fallbacks:model_chain": 2}
+    assert counts.take_new() == {"spec_emitted_tokens": 1, "spec_steps": 1, "fallbacks:model_chain": 2}
     counts.reset()
     counts.on_device += torch.tensor([3, 1, 2, 1])
     totals = counts.totals()
     assert [totals[name] for name in ON_DEVICE] == [3, 1, 2, 1]
 
 
-def test_other_ranks_count_nothing(tmp_path: Path) -> None:
-    config = SimpleNamespace(parallel_config=SimpleNamespace(rank=1, data_parallel_index=0))
+def test_other_ranks_count_nothing() -> None:
+    config = SimpleNamespace(parallel_config=SimpleNamespace(rank=1))
     counts = Counts(config, torch.device("cpu"))
     counts.begin_step()
     counts.on_device += 1
     counts.count("fallbacks:model_chain")
     assert counts.totals() == {}
+    assert counts.take_new() == {}

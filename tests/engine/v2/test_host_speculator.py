@@ -14,7 +14,6 @@ import torch
 pytest.importorskip("vllm")
 
 from vllm_ext.config import speculative
-from vllm_ext.engine import metrics
 from vllm_ext.engine.v2.speculators import base, host, tree_rows
 from vllm_ext.engine.v2.speculators.base import StepRows
 from vllm_ext.engine.v2.speculators.host import HostSpeculator
@@ -59,11 +58,10 @@ class OnHost:
 
 
 @pytest.fixture
-def speculator(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> Iterator[HostSpeculator]:
+def speculator(monkeypatch: pytest.MonkeyPatch) -> Iterator[HostSpeculator]:
     monkeypatch.setattr(base, "UvaBackedTensor", OnHost)
     alone = SimpleNamespace(broadcast=lambda tensor: tensor)
     monkeypatch.setattr(host, "get_tp_group", lambda: alone)
-    monkeypatch.setattr(metrics, "counter_path", lambda *_: tmp_path / "file")
     monkeypatch.setattr(speculative.Settings, "proposer_class", Silent)
     speculation = {"method": "suffix_tree", "num_speculative_tokens": NODES}
     vllm_config = SimpleNamespace(

@@ -30,6 +30,7 @@ PARTS = {
     "DeferredTokens": f"{_ROOM}.deferred.DeferredTokens",
     "Budget": f"{_ROOM}.budget.Budget",
     "DraftBlocks": f"{_ROOM}.draft_blocks.DraftBlocks",
+    "Counts": f"{_ROOM}.counts.Counts",
 }
 
 

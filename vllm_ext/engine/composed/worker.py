@@ -18,6 +18,7 @@ PARTS = {
     "V2Speculation": f"{_ENGINE}.v2.worker.Speculation",
     "V2Rules": f"{_ENGINE}.v2.worker.Rules",
     "V2KeptBlocks": f"{_ENGINE}.v2.worker.KeptBlocks",
+    "Counts": f"{_ENGINE}.worker_part.Counts",
 }
 
 

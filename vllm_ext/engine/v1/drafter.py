@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 
 from vllm_ext.config import request_options, speculative
-from vllm_ext.engine import metrics, sampling_params
+from vllm_ext.engine import sampling_params
+from vllm_ext.engine.counters import Counters
 from vllm_ext.engine.draft_model.answer_export import TOP_K, Export
 from vllm_ext.engine.draft_model.controller import FusedDraft, ModelDrafts
 from vllm_ext.engine.draft_model.passes import Companion
@@ -44,7 +45,7 @@ class Drafter:
                 '--speculative-config \'{"method": "token_recycling"}\''
             )
         self._config = vllm_config
-        self._counters = metrics.Counters(vllm_config)
+        self.counters = Counters(vllm_config)
         self._host = HostProposer(vllm_config, settings, self.count)
         self.model_drafts: ModelDrafts | None = None
         if isinstance(self.proposer, DraftModelProposer):
@@ -55,7 +56,7 @@ class Drafter:
         self.vllms = VllmProposers(vllm_config, self.proposer)
         behind = self.model_drafts is not None or reads_nodes(settings.options)
         self._texts = BatchTexts(vllm_config, places_per_node(settings.options) if behind else 1)
-        self.constraints = DraftConstraints(vllm_config, self._counters.add, self._host.fault_of)
+        self.constraints = DraftConstraints(vllm_config, self.counters.add, self._host.fault_of)
         # On all ranks alike: what is tapped decides how greedy tokens are found.
         self._exports = any(getattr(settings.options, name, None) for name in ("export_dir", "online"))
         self._export = Export.of(vllm_config.parallel_config, settings.options) if self._exports else None
@@ -123,7 +124,6 @@ class Drafter:
         if self._export is not None:
             self._export.close()
             self._export = None
-        self._counters.close()
 
     def propose(self, *args: Any, **kwargs: Any) -> list[list[int]]:
         """vLLM's own entry; ours is `step`. Reached only when our worker is not in place."""
@@ -248,7 +248,7 @@ class Drafter:
         for slot, wanted in zip(decoding, planned, strict=True):
             nodes[slot] = wanted
         if drafts.budget is not None and not drafts.rests:
-            self._counters.show_budget(drafts.budget.state())
+            self.counters.show_budget(drafts.budget.state())
         return nodes
 
     def _only_chain(self, params: Any) -> bool:
@@ -279,7 +279,7 @@ class Drafter:
             size if tree.drawn is None else min(chosen, len(tree))
             for tree, size, chosen in zip(trees, sizes, before, strict=True)
         ]
-        self._counters.show_budget(self.budget.state())
+        self.counters.show_budget(self.budget.state())
         if self._prompt_tokens is not None:
             # What a step has asked for the next one judges: prompt tokens alone are evidence of nothing, and a
             # budget that has given up would never learn better.
@@ -318,15 +318,11 @@ class Drafter:
 
     def count(self, counter: str, amount: int = 1) -> None:
         """Add to a counter, where this rank counts."""
-        self._counters.count(counter, amount)
-
-    def counters(self) -> dict[str, int]:
-        """Totals by counter name; empty where another rank counts."""
-        return self._counters.totals()
+        self.counters.count(counter, amount)
 
     def _observe(self, runner: Any, trees: StepTrees, sampled: list[list[int]]) -> None:
         num_emitted, num_steps = sum(map(len, sampled)), sum(map(bool, sampled))
-        self._counters.add({"spec_emitted_tokens": num_emitted, "spec_steps": num_steps})
+        self.counters.add({"spec_emitted_tokens": num_emitted, "spec_steps": num_steps})
         drafts = self.model_drafts
         if trees.has_no_drafts and drafts is not None and not self._exports:
             return  # nothing to learn from, and such steps are to cost what plain's do
@@ -355,7 +351,7 @@ class Drafter:
             )
         if drafts is not None:
             drafts.observe(trees, runner.input_batch.req_ids, num_rows - 1, sampled)
-        self._counters.add(
+        self.counters.add(
             {
                 "spec_draft_tokens": int(num_rows.sum() - (trees.tokens >= self._vocab_size).sum())
                 - len(num_rows),

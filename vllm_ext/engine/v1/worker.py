@@ -8,8 +8,9 @@ from typing import Any
 
 from vllm_ext.compat import hooks_v1
 from vllm_ext.config import rules, speculative
-from vllm_ext.engine import metrics, rule_faults, step_extras
+from vllm_ext.engine import rule_faults, step_extras
 from vllm_ext.engine.attention import tree_backend
+from vllm_ext.engine.counters import Counters
 from vllm_ext.engine.draft_model import online
 from vllm_ext.engine.models import cpu_linear
 from vllm_ext.engine.models.hidden_states import HiddenStates
@@ -55,7 +56,6 @@ class Rules(Part):
     """Rules may report, learn, read more than logits, or fail."""
 
     _checkpointers: Sequence[Checkpointer] = ()
-    _counters: metrics.Counters | None = None  # without a method of ours
     _reports = False
 
     def init_device(self) -> None:
@@ -75,12 +75,10 @@ class Rules(Part):
         return result
 
     def _counter(self) -> Callable[[str], None]:
-        """What adds one to a counter of what rules keep: beside a method of ours, in its file."""
-        drafter = getattr(self.model_runner, "drafter", None)
-        if isinstance(drafter, Drafter):
-            return drafter.count
-        self._counters = metrics.Counters(self.vllm_config)
-        return self._counters.count
+        """What adds one to a counter of what rules keep: beside a method of ours, its own."""
+        if self.counters is None:
+            self.counters = Counters(self.vllm_config)
+        return self.counters.count
 
     def make_ready(self) -> None:
         """Compile what rules read."""
@@ -105,8 +103,6 @@ class Rules(Part):
         try:
             for checkpointer in self._checkpointers:
                 checkpointer.close()
-            if self._counters is not None:
-                self._counters.close()
         finally:
             super().shutdown()
 
@@ -131,6 +127,7 @@ class Speculation(Part):
         finally:
             model_config.logits_processors = processors
         model_runner.install(self.model_runner)
+        self.counters = self.model_runner.drafter.counters
 
     def load_model(self, *args: Any, **kwargs: Any) -> Any:
         """vLLM's; on a CPU with layers that multiply a tree's rows in the time of one."""
@@ -171,8 +168,3 @@ class Speculation(Part):
                 drafter.close()
         finally:
             super().shutdown()
-
-    def vllm_ext_counters(self) -> dict[str, int]:
-        """This rank's totals since start-up, for ``LLM.collective_rpc``; empty on ranks that do not count."""
-        drafter: Drafter = self.model_runner.drafter
-        return drafter.counters()

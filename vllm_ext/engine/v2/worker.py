@@ -88,7 +88,7 @@ class KeptBlocks(WorkerPart):
             return output
         choices.collect(getattr(self.model_runner.rejection_sampler, "walked", None))
         if output is not None and (evicted := choices.take_evicted()):
-            step_extras.set_of(getattr(output, "model_runner_output", output)).evicted = evicted
+            step_extras.set_of(output).evicted = evicted
         return output
 
     def get_kv_cache_spec(self) -> Any:
@@ -116,6 +116,7 @@ class Speculation(WorkerPart):
         """vLLM's, then our runner."""
         super().init_device()
         model_runner.install(self.model_runner)
+        self.counters = self.model_runner.speculator.counts
 
     def make_ready(self) -> None:
         """Forget what the drafter learnt from made-up requests."""
@@ -151,11 +152,5 @@ class Speculation(WorkerPart):
         try:
             if isinstance(speculator, TreeSpeculator):
                 speculator.close()
-                speculator.counts.close()
         finally:
             super().shutdown()
-
-    def vllm_ext_counters(self) -> dict[str, int]:
-        """This rank's totals since start-up, for ``LLM.collective_rpc``; empty on ranks that do not count."""
-        totals: dict[str, int] = self.model_runner.speculator.counts.totals()
-        return totals

@@ -8,14 +8,14 @@ from typing import Any
 
 import torch
 
-from vllm_ext.engine import metrics
+from vllm_ext.engine.counters import Counters
 
 # What the device counts, in this order: that of `vllm_ext.kernels.device_trees.walk`.
 ON_DEVICE = ("spec_draft_tokens", "spec_accepted_tokens", "spec_emitted_tokens", "spec_steps")
 COPY_SECONDS = 0.2  # between two copies; a copy each step would be a launch each step
 
 
-class Counts(metrics.Counters):
+class Counts(Counters):
     """With those that the device adds up."""
 
     def __init__(self, vllm_config: Any, device: torch.device) -> None:
@@ -33,7 +33,7 @@ class Counts(metrics.Counters):
         Args:
             idle: nothing runs in this step, so all that was counted is taken over, and waited for.
         """
-        if self._file is None:
+        if not self.counts:
             return
         if idle:
             self.totals()
@@ -53,7 +53,7 @@ class Counts(metrics.Counters):
 
     def totals(self) -> dict[str, int]:
         """All there is, waited for: not in a step."""
-        if self._file is None:
+        if not self.counts:
             return {}
         self._take(self.on_device.cpu())
         self._copied = None

@@ -34,7 +34,7 @@ WRITING = {
     *("save_file", "savez", "savez_compressed", "memmap", "open_memmap"),
 }
 FILE_NAME = re.compile(
-    r"[\w-]*\.(safetensors|npz|npy|part|log|lock|tmp|jsonl?|pt|bin|counters|tokens|suffixes|html|txt)|vllm-ext-\w+-"
+    r"[\w-]*\.(safetensors|npz|npy|part|log|lock|tmp|jsonl?|pt|bin|tokens|suffixes|html|txt)|vllm-ext-\w+-"
 )
 # Names in modules that write, which are an example's, or those of a tokenizer's files.
 NO_FILES = {"FILE.json", "merges.txt", "special_tokens_map.json"}

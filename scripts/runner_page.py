@@ -74,9 +74,10 @@ OPTIONS = (
         "test_v2_processors",
     ),
     (
-        "KV connectors: `ExampleConnector`, `OffloadingConnector`, next to methods without passes",
+        "KV connectors: `ExampleConnector`, `OffloadingConnector`, `NixlConnector` (V1), next to methods without "
+        "passes",
         "test_connectors",
-        "no: they are tested beside V1's trees alone",
+        "test_v2_connectors",
     ),
     ("vLLM's own proposers in `hybrid`", "test_vllm_drafter", "no: they are the V1 runner's"),
     ("logits processors of V1's interface", "test_sampling_rules", "test_v2_processors"),

@@ -135,3 +135,16 @@ def seen(worker: Any) -> dict[str, int]:
     counts = dict(worker.seen)
     worker.seen.update(dict.fromkeys(counts, 0))
     return counts
+
+
+def loading(llm: Any) -> list[int]:
+    """Grows by how many tokens the connector brings for a request, as often as it brings some."""
+    connector = llm.llm_engine.engine_core.engine_core.scheduler.connector
+    inner, found = connector.update_state_after_alloc, []
+
+    def update(request: Any, blocks: Any, num_external_tokens: int) -> None:
+        found.extend([num_external_tokens] * bool(num_external_tokens))
+        inner(request, blocks, num_external_tokens)
+
+    connector.update_state_after_alloc = update
+    return found

@@ -249,7 +249,6 @@ def local_class(base: type[Any]) -> type[Any]:
             {"additional_config": {"vllm_ext": {"rules": {"rpg": {}, "awrs": {}}}}},
             "sampling rules ['awrs'] go with it",
         ),
-        (METHOD, {"kv_offloading_size": 1.0}, "a KV connector is there"),
     ],
     ids=[
         "method",
@@ -260,7 +259,6 @@ def local_class(base: type[Any]) -> type[Any]:
         "local processor",
         "no processor",
         "rules",
-        "connector",
     ],
 )
 def test_what_v2_cannot_do_goes_to_v1_and_says_why(

@@ -14,7 +14,7 @@ import pytest
 import safetensors.torch
 import torch
 from conftest import engine
-from helpers import assert_same_outputs, counted, generate, long_and_short_prompts
+from helpers import assert_same_outputs, counted, generate, loading, long_and_short_prompts
 from vllm import SamplingParams
 from vllm.config import KVTransferConfig
 
@@ -29,19 +29,6 @@ PARAMS = [
     SamplingParams(temperature=0, max_tokens=80, ignore_eos=True),
     SamplingParams(temperature=0.8, seed=4, max_tokens=80, ignore_eos=True),
 ]
-
-
-def loading(llm: Any) -> list[int]:
-    """Grows by how many tokens the connector brings for a request, as often as it brings some."""
-    connector = llm.llm_engine.engine_core.engine_core.scheduler.connector
-    inner, found = connector.update_state_after_alloc, []
-
-    def update(request: Any, blocks: Any, num_external_tokens: int) -> None:
-        found.extend([num_external_tokens] * bool(num_external_tokens))
-        inner(request, blocks, num_external_tokens)
-
-    connector.update_state_after_alloc = update
-    return found
 
 
 @pytest.fixture(scope="module")

@@ -14,9 +14,10 @@ if TYPE_CHECKING:
 
 
 # vLLM's connectors that may stand beside trees. What they save: the first, blocks of prompts, which have no drafts; the
-# second, also blocks whose tokens were all committed when the step was scheduled. The accepted path is moved in the
-# step that verifies it, so the slots of such tokens are final.
-CONNECTORS = ("ExampleConnector", "OffloadingConnector")
+# second, also blocks whose tokens were all committed when the step was scheduled; the third, which another engine reads
+# from, those of a request that is done, up to its prompt's end. The accepted path is moved in the step that verifies
+# it, so the slots of such tokens are final.
+CONNECTORS = ("ExampleConnector", "OffloadingConnector", "NixlConnector")
 
 
 def check_engine_args(args: Any, method: str) -> None:
@@ -251,7 +252,7 @@ def check_vllm_config(vllm_config: Any, method: str, choice: RunnerChoice, reads
     from vllm.platforms import current_platform
 
     if vllm_config.kv_transfer_config is not None:
-        _check_connector(vllm_config.kv_transfer_config.kv_connector, method, reads_nodes)
+        _check_connector(vllm_config.kv_transfer_config, method, reads_nodes)
     if vllm_config.use_v2_model_runner != (choice.runner == "V2"):
         raise ValueError(
             _refusal(
@@ -283,14 +284,32 @@ def check_vllm_config(vllm_config: Any, method: str, choice: RunnerChoice, reads
         )
 
 
-def _check_connector(name: str, method: str, reads_nodes: bool) -> None:
-    """Of connectors whose saved blocks are known to hold no slot of a draft: see `CONNECTORS`."""
+def _check_connector(given: Any, method: str, reads_nodes: bool) -> None:
+    """Of connectors whose saved blocks are known to hold no slot of a draft: see `CONNECTORS`.
+
+    Args:
+        given: vLLM's ``KVTransferConfig``, or one of those in a ``MultiConnector``.
+        method: its name.
+        reads_nodes: see `check_vllm_config`.
+    """
+    name, extra = given.kv_connector, given.kv_connector_extra_config
     what = f"the KV connector {name!r} (kv_transfer_config or KV offloading)"
-    if name not in CONNECTORS:
+    if name == "MultiConnector":
+        for each in extra.get("connectors", []):
+            _check_connector(type(given)(**each), method, reads_nodes)
+    elif name not in CONNECTORS:
         known = " or ".join(map(repr, CONNECTORS))
         raise ValueError(
             _refusal(
                 method, what, f"must be {known}: of others it is not known that they leave drafts' slots out."
+            )
+        )
+    if extra.get("bidirectional_kv_xfer"):
+        raise ValueError(
+            _refusal(
+                method,
+                f"{what} with bidirectional_kv_xfer=True",
+                "must be without: vLLM counts a finished request's tokens with drafts behind its last one.",
             )
         )
     if reads_nodes:

@@ -108,10 +108,6 @@ def choose(args: Any, settings: Settings, ruled: RuleSettings | None, *, kv_why_
         (settings.options.verify != "exact", f"verify={settings.options.verify!r} is lossy"),
         *((True, reason) for reason in _of_the_users_classes(args)),
         (getattr(args, "enable_batch_sharded_sampling", False), "enable_batch_sharded_sampling is on"),
-        (
-            args.kv_transfer_config is not None or args.kv_offloading_size is not None,
-            "a KV connector is there, which is tested beside V1's trees alone",
-        ),
     )
     for there, reason in reasons:
         if there:

@@ -79,7 +79,6 @@ class AsapRule(LearningRule):
     waits = True
     summary = "answers under a grammar, by the model's own odds"
     paper = "arXiv 2405.21047"
-    why_v1 = "learns from the rows that are visited, and these may have to wait"
     Options = AsapOptions
     Params = AsapParams
     example: ClassVar[Mapping[str, Any]] = {"asap_json": '{"type": "integer"}'}

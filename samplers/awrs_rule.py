@@ -69,7 +69,6 @@ class AwrsRule(Rule):
     waits = True
     summary = "answers obey a grammar or a check, and have a weight"
     paper = "arXiv 2504.05410"
-    why_v1 = "reports a weight, and its rows may have to wait"
     Options = AwrsOptions
     Params = AwrsParams
     example: ClassVar[Mapping[str, Any]] = {"awrs_json": '{"type": "integer"}'}

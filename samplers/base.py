@@ -177,8 +177,8 @@ class Rule(ABC):
     why_v1: ClassVar[str | None] = None
     # Whether a row may have to wait for what is made beside the engine; see `waiting`.
     waits: ClassVar[bool] = False
-    # Whether it reads the grammars of structured output; on vLLM's V2 runner, which puts no rows off, as the engine
-    # core has compiled them: see `shared_grammars`.
+    # Whether it reads the grammars of structured output; on vLLM's V2 runner, so that it puts no rows off there, as the
+    # engine core has compiled them: see `shared_grammars`.
     shares_grammars: ClassVar[bool] = False
     # Set by the engine adapter: seconds that a call of `apply` may wait; None: as long as it takes, here and now.
     patience: float | None = None

@@ -4,9 +4,12 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
+from helpers import preemptions
 from vllm import SamplingParams
 from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor
 
@@ -55,6 +58,32 @@ def watch_parents(llm: Any, monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
 
     monkeypatch.setattr(speculator, "propose", watching)
     return parents
+
+
+@contextmanager
+def on_v1(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Engines that are made have vLLM's V1 runner; those after it V2 again."""
+    from vllm import envs
+
+    envs.disable_envs_cache()
+    try:
+        with monkeypatch.context() as patch:
+            patch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
+            yield
+    finally:
+        envs.disable_envs_cache()
+
+
+@contextmanager
+def preempted(llm: Any) -> Iterator[None]:
+    """Requests of an engine are, and leave nothing behind."""
+    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+    pool = scheduler.kv_cache_manager.block_pool
+    free, before = pool.get_num_free_blocks(), preemptions(llm)
+    yield
+    assert preemptions(llm) > before
+    assert pool.get_num_free_blocks() == free
+    assert not scheduler.requests
 
 
 class NoEcho(LogitsProcessor):  # type: ignore[misc]  # vLLM is untyped to us

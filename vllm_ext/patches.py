@@ -32,6 +32,7 @@ SUBCLASSED = (
     "vllm_ext.engine.v2.model_runner.SpeculativeRunner",
     "vllm_ext.engine.v2.model_state.TreeState",
     "vllm_ext.engine.steering.paired_steps.PairedSampler",
+    "vllm_ext.engine.steering.step_deferrals.DeferringSampler",
     "vllm_ext.engine.v2.penalties.TreeBadWords",
     "vllm_ext.engine.v2.penalties.TreePenalties",
     "vllm_ext.engine.v2.rejection_sampler.LearningSampler",

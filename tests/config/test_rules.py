@@ -189,9 +189,9 @@ def test_what_rules_do_not_work_with(slice_dir: str, made: Path, monkeypatch: py
     monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER", raising=False)
     with pytest.raises(
         ValueError,
-        match=r"'asap', 'awrs' do not work.*'awrs' reports a weight.*set VLLM_USE_V2_MODEL_RUNNER=0",
+        match=r"'adadec' do not work.*'adadec' puts tokens off.*set VLLM_USE_V2_MODEL_RUNNER=0",
     ):
-        engine_config(slice_dir, {"rules": {"asap": {}, "awrs": {}, **given["rules"]}})
+        engine_config(slice_dir, {"rules": {"adadec": {}, **given["rules"]}})
 
 
 @pytest.mark.parametrize(

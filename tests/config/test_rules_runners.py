@@ -52,6 +52,21 @@ def test_rules_that_steer_bring_their_parts_on_v2(model_dir: str, with_triton: N
         assert not config.scheduler_config.async_scheduling
 
 
+@pytest.mark.parametrize("method", [METHOD, None])
+def test_rules_that_put_tokens_off_have_them_come_again_on_v2(
+    model_dir: str, with_triton: None, method: Any
+) -> None:
+    for name in ("awrs", "asap", "monitor"):
+        config = engine_of(model_dir, method, **given(**{name: {}}))
+        assert config.use_v2_model_runner
+        assert not config.scheduler_config.async_scheduling
+        assert scheduler.has(config, "DeferredTokens")
+    # A grammar that the engine core has compiled is there.
+    assert [rules.parse({"close_by_max_tokens": {}}).waits(on_v2) for on_v2 in (False, True)] == [True, False]
+    own = {"scheduler_cls": "vllm.v1.core.sched.scheduler.Scheduler"}
+    assert not scheduler.has(engine_of(model_dir, method, **given(monitor={}), **own), "DeferredTokens")
+
+
 @pytest.mark.parametrize("name", [name for name in RULES if load_rule(name).why_v1])
 def test_what_v2_has_no_place_for_takes_v1(model_dir: str, with_triton: None, name: str) -> None:
     asked = given(**{name: SELF if name == "lol" else {}})
@@ -100,5 +115,6 @@ def test_graphs_of_whole_steps_are_refused(model_dir: str, with_triton: None) ->
         refusals.check_rules_config(config, pairs, True)
     config.model_config = model
     config.parallel_config.enable_batch_sharded_sampling = True
-    with pytest.raises(ValueError, match="do not work with enable_batch_sharded_sampling=True"):
-        refusals.check_rules_config(config, rules.parse({"dola": {}}), True)
+    for name in ("dola", "awrs", "asap"):
+        with pytest.raises(ValueError, match="do not work with enable_batch_sharded_sampling=True"):
+            refusals.check_rules_config(config, rules.parse({name: {}}), True)

@@ -246,8 +246,8 @@ def local_class(base: type[Any]) -> type[Any]:
         (METHOD, {"logits_processors": ["builtins:int"]}, "'builtins:int' has neither runner's interface"),
         (
             METHOD,
-            {"additional_config": {"vllm_ext": {"rules": {"rpg": {}, "awrs": {}}}}},
-            "sampling rules ['awrs'] go with it",
+            {"additional_config": {"vllm_ext": {"rules": {"rpg": {}, "adadec": {}}}}},
+            "sampling rules ['adadec'] go with it",
         ),
     ],
     ids=[

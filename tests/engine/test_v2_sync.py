@@ -325,6 +325,7 @@ FILES = (
     ),
     ENGINE / "recurrent/device_rows.py",
     ENGINE / "steering/paired_steps.py",
+    ENGINE / "steering/step_deferrals.py",
     ENGINE / "scheduler/budget.py",
     *sorted(ENGINE.glob("attention/*_captured.py")),
     *sorted(ROOT.glob("proposers/*_device.py")),
@@ -365,6 +366,7 @@ KNOWN = {
     "ReadingPasses.read",  # numpy: lengths
     "ReadingPasses._read_some",  # numpy: query_start
     "KeptState._keep",  # of the host: seq_lens_cpu_upper_bound
+    "StepDeferrals.begin",  # numpy: prefill_len_np
     "PairedSteps.begin",  # numpy: cu_num_logits_np, prefill_len_np
     "Choices._asked_of",  # numpy: num_computed_tokens_np, num_scheduled_tokens, query_start_loc_np
     "Choices._nodes_of",  # numpy: part_start, cu_num_logits_np

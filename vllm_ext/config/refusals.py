@@ -188,10 +188,11 @@ def check_rules_config(vllm_config: Any, ruled: RuleSettings, on_v2: bool) -> No
             "(Mamba-like) layers, on vLLM's V2 model runner: all of its layers must be attention, as a request that "
             "waits for another reads its last token again. Choose another model, or remove the rule."
         )
-    if on_v2 and ruled.steers and parallel.enable_batch_sharded_sampling:
+    whole = ruled.steers or ruled.reports or ruled.learns
+    if on_v2 and whole and parallel.enable_batch_sharded_sampling:
         raise ValueError(
-            "sampling rules that steer do not work with enable_batch_sharded_sampling=True on vLLM's V2 model runner: "
-            "it must be False, as they read hidden states of rows that another rank then samples. Leave it out, or "
+            "sampling rules that steer, report or learn do not work with enable_batch_sharded_sampling=True on vLLM's "
+            "V2 model runner: it must be False, as each rank then samples rows that no other sees. Leave it out, or "
             "remove the rules."
         )
     mode = vllm_config.compilation_config.cudagraph_mode

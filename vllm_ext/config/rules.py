@@ -126,14 +126,14 @@ class RuleSettings:
         return [name for name in self.options if needs_v1(name)]
 
     @functools.cached_property
-    def looks_ahead(self) -> bool:
-        """Whether a rule can put tokens off."""
-        return any(issubclass(load_rule(name), LookaheadRule) for name in self.options)
+    def looks_ahead(self) -> str | None:
+        """The rule that can put tokens off, to look ahead; None where there is none."""
+        return next((name for name in self.options if issubclass(load_rule(name), LookaheadRule)), None)
 
-    @functools.cached_property
-    def waits(self) -> bool:
-        """Whether a rule may have rows wait."""
-        return any(load_rule(name).waits for name in self.options)
+    def waits(self, on_v2: bool) -> bool:
+        """Whether a rule may have rows wait, on a runner of vLLM's."""
+        rules = [load_rule(name) for name in self.options]
+        return any(rule.waits and not (on_v2 and rule.shares_grammars) for rule in rules)
 
     @functools.cached_property
     def shares_grammars(self) -> list[str]:

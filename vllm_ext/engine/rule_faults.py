@@ -9,20 +9,21 @@ requests get what they would have got alone; the request's own row is left with 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
 import torch
 
 from vllm_ext.engine import step_extras
+from vllm_ext.engine.composed import scheduler
 from vllm_ext.samplers.base import Row, Rule
 from vllm_ext.samplers.messages import quoted
 from vllm_ext.samplers.steering import Deferral, LookaheadRule
 
 PATIENCE = 0.05  # seconds of a step that rows may wait before they are put off
 SHORT_PATIENCE = 0.25  # where they cannot be
-CANNOT_WAIT = "and rows wait longer on V1 alone, without a scheduler_cls or async_scheduling of one's own"
+CANNOT_WAIT = "and rows wait no longer with a scheduler_cls or async_scheduling of one's own"
 
 logger = logging.getLogger("vllm.vllm_ext")
 
@@ -73,14 +74,22 @@ def _put_off(rule: Rule) -> dict[int, Deferral | None]:
     return deferrals | dict.fromkeys(rule.waiting)
 
 
-def wait_no_longer(name: str, rows: Sequence[Row], places: Iterable[int]) -> None:
-    """End requests whose rows wait where an engine cannot let them."""
-    for place in places:
-        note(
-            name,
-            rows[place],
-            TimeoutError(f"what it needs took more than {SHORT_PATIENCE:g} s, {CANNOT_WAIT}"),
-        )
+def patience_of(vllm_config: Any) -> float | None:
+    """How long rows of an engine may wait in a step; see `Rule.patience`."""
+    if vllm_config.parallel_config.world_size > 1:
+        return None  # ranks have different clocks, and must have the same rows
+    return PATIENCE if scheduler.has(vllm_config, "DeferredTokens") else SHORT_PATIENCE
+
+
+def wait_no_longer(
+    name: str, rows: Sequence[Row], deferrals: Mapping[int, Deferral | None]
+) -> dict[int, Deferral]:
+    """End requests whose rows wait where an engine cannot let them; what is left of what `apply` has said."""
+    for place, deferral in deferrals.items():
+        if deferral is None:
+            late = TimeoutError(f"what it needs took more than {SHORT_PATIENCE:g} s, {CANNOT_WAIT}")
+            note(name, rows[place], late)
+    return {place: deferral for place, deferral in deferrals.items() if deferral is not None}
 
 
 def note(name: str, row: Row, error: Exception) -> None:
@@ -108,14 +117,16 @@ def attach(
     output: Any,
     faults: Mapping[str, tuple[int, str]],
     notes: Mapping[str, Mapping[int, float]] = MappingProxyType({}),
+    deferrals: Mapping[str, Deferral | None] = MappingProxyType({}),
 ) -> None:
-    """Send a step's faults with its tokens, and what rules have noted of these.
+    """Send a step's faults with its tokens, what rules have noted of these, and which they have put off.
 
     Args:
         output: vLLM's ModelRunnerOutput, or what it becomes one of.
         faults: by request id; see `StepExtras`.
         notes: likewise.
+        deferrals: likewise.
     """
-    if (faults or notes) and output is not None:
+    if (faults or notes or deferrals) and output is not None:
         extras = step_extras.set_of(output)
-        extras.faults, extras.notes = dict(faults), dict(notes)
+        extras.faults, extras.notes, extras.deferrals = dict(faults), dict(notes), dict(deferrals)

@@ -51,8 +51,8 @@ class Rules(Feature):
         own = args.logits_processors if asked.processors is None else asked.processors
         processors = [*(own or ()), _processor_of(ruled, asked.on_v2)]
         options: dict[str, Any] = {"logits_processors": processors}
-        may_wait = not asked.on_v2 and args.scheduler_cls is None and not args.async_scheduling
-        if ruled.schedules or (ruled.waits and may_wait):
+        may_wait = args.scheduler_cls is None and not args.async_scheduling
+        if ruled.schedules or (ruled.waits(asked.on_v2) and may_wait):
             options["async_scheduling"] = False  # a token cannot be deferred once the next step is scheduled
         return options
 
@@ -65,13 +65,17 @@ class Rules(Feature):
         ruled = asked.rules
         if ruled is None:
             return ()
-        waits = ruled.waits and not asked.on_v2 and not vllm_config.scheduler_config.async_scheduling
+        waits = ruled.waits(asked.on_v2) and not vllm_config.scheduler_config.async_scheduling
+        if asked.on_v2:
+            # There parts of ours may stand before a scheduler of the user's, and recurrent layers read no token again.
+            model, own = vllm_config.model_config, vllm_config.scheduler_config.scheduler_cls is not None
+            waits = waits and not (own or model.is_hybrid or model.is_attention_free)
         parts = {
             "FaultyRequests": True,
             "RuleReports": ruled.reports,
             "CompanionBlocks": ruled.companion is not None,
             "PairedRequests": ruled.pairs,
-            "LookaheadRequests": ruled.looks_ahead,
+            "LookaheadRequests": ruled.looks_ahead is not None,
             "SharedGrammars": asked.on_v2 and bool(ruled.shares_grammars),
             "DeferredTokens": waits,
             "Counts": ruled.learns,

@@ -9,7 +9,7 @@ configuration, in whatever process it takes requests in; so the rules' settings 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -23,10 +23,8 @@ from vllm_ext.config.asked import asked_of
 from vllm_ext.config.rules import RuleSettings
 from vllm_ext.data.model_files import ModelVocabulary
 from vllm_ext.engine import rule_faults, rule_requests
-from vllm_ext.engine.composed import scheduler
 from vllm_ext.engine.rule_requests import Configured
-from vllm_ext.engine.state.keeper import Checkpointer
-from vllm_ext.samplers.base import LearningRule, Row, Rule
+from vllm_ext.samplers.base import Row, Rule
 from vllm_ext.samplers.steering import CompanionOptions, Deferral, SteeringRule
 
 if TYPE_CHECKING:
@@ -49,17 +47,10 @@ class RuleProcessor(LogitsProcessor):  # type: ignore[misc]  # vLLM is untyped t
     def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
         self._rules = rules.load(self.settings.as_json, ModelVocabulary.of(vllm_config.model_config))
         self.rows: dict[int, dict[str, Row]] = {}  # by batch index, by rule
+        # By batch index, requests that get no token in this step: more of their prompts is to be read.
+        self.unread: Collection[int] = ()
         self.deferrals: dict[int, Deferral | None] = {}  # by batch index, of the last call; None: it waits
-        self._patience: float | None = rule_faults.SHORT_PATIENCE
-        if vllm_config.parallel_config.world_size > 1:
-            self._patience = None  # ranks have different clocks, and must have the same rows
-        elif self.can_wait(vllm_config):
-            self._patience = rule_faults.PATIENCE
-
-    @staticmethod
-    def can_wait(vllm_config: Any) -> bool:
-        """Whether the engine's scheduler lets rows come again."""
-        return scheduler.has(vllm_config, "DeferredTokens")
+        self._patience = rule_faults.patience_of(vllm_config)
 
     @property
     def is_idle(self) -> bool:
@@ -100,6 +91,7 @@ class RuleProcessor(LogitsProcessor):  # type: ignore[misc]  # vLLM is untyped t
     def behind(self, requests: Sequence[int], outputs: Sequence[list[int]]) -> RuleProcessor:
         """The same for some of the batch's requests, each behind its own longer output."""
         other = copy.copy(self)
+        other.unread = ()  # they go on
         other.rows = {
             new: {name: replace(row, output=output) for name, row in self.rows[old].items()}
             for new, (old, output) in enumerate(zip(requests, outputs, strict=True))
@@ -111,7 +103,11 @@ class RuleProcessor(LogitsProcessor):  # type: ignore[misc]  # vLLM is untyped t
         self.deferrals = {}
         for name, rule in self._rules.items():
             rows = {index: its[name] for index, its in self.rows.items() if name in its}
-            rows = {index: row for index, row in sorted(rows.items()) if not row.faults}
+            rows = {
+                index: row
+                for index, row in sorted(rows.items())
+                if not row.faults and index not in self.unread
+            }
             if not rows:
                 continue
             places = list(rows)
@@ -126,9 +122,7 @@ class RuleProcessor(LogitsProcessor):  # type: ignore[misc]  # vLLM is untyped t
             if index is not None:
                 logits[index] = part
             if self._patience == rule_faults.SHORT_PATIENCE:
-                late = [row for row, deferral in deferrals.items() if deferral is None]
-                rule_faults.wait_no_longer(name, list(rows.values()), late)
-                deferrals = {row: deferral for row, deferral in deferrals.items() if deferral is not None}
+                deferrals = rule_faults.wait_no_longer(name, list(rows.values()), deferrals)
             self.deferrals |= {places[row]: deferral for row, deferral in deferrals.items()}
         rule_faults.end(logits, {index: next(iter(its.values())) for index, its in self.rows.items()})
         return logits
@@ -185,28 +179,6 @@ def take_faults(processors: Any, names: Sequence[str]) -> dict[str, tuple[int, s
         for row in rows.values()
         for fault in row.faults.items()
     }
-
-
-def remember(vllm_config: Any, count: Callable[[str], None]) -> list[Checkpointer]:
-    """Let rules that learn take over what was saved, and save them from now on; close what is given.
-
-    Args:
-        vllm_config: the engine's.
-        count: adds one to a counter.
-    """
-    settings = rules.of_vllm_config(vllm_config)
-    if settings is None:
-        return []
-    checkpointers = []
-    loaded = rules.load(settings.as_json, ModelVocabulary.of(vllm_config.model_config))
-    for name, rule in loaded.items():
-        if isinstance(rule, LearningRule):
-            options = settings.options[name]
-            memory = Checkpointer(vllm_config, name, options, {}, count)
-            memory.restore(rule, lambda rule=rule: rule)  # type: ignore[misc]
-            rule.lock, rule.mark_dirty = memory.lock, memory.mark_dirty
-            checkpointers.append(memory)
-    return checkpointers
 
 
 configured = Configured(RuleProcessor)

@@ -15,8 +15,7 @@ from vllm_ext.engine.steering.paired_rows import PairedRows
 from vllm_ext.engine.v1 import logits_processor
 from vllm_ext.engine.v1.logits_processor import RuleProcessor
 from vllm_ext.engine.v1.undrawn_noise import UndrawnNoise
-from vllm_ext.samplers.registry import load_rule
-from vllm_ext.samplers.steering import Deferral, LookaheadRule
+from vllm_ext.samplers.steering import Deferral
 
 
 class RuledRunner(UndrawnNoise):
@@ -43,10 +42,10 @@ class RuledRunner(UndrawnNoise):
 
     def sample_tokens(self, grammar_output: Any) -> Any:
         state = self.execute_model_state
-        if self.may_defer:
-            for processor in self.input_batch.logitsprocs.all:
-                if isinstance(processor, RuleProcessor):
-                    processor.deferrals = {}
+        discarded = self.discard_request_mask.np[: self.input_batch.num_reqs]
+        for processor in self.input_batch.logitsprocs.all:
+            if isinstance(processor, RuleProcessor):
+                processor.deferrals, processor.unread = {}, set(discarded.nonzero()[0].tolist())
         if state is not None and self.aux_logits is not None:
             assert self.logits_rows is not None
             self.aux_logits.begin(
@@ -117,13 +116,12 @@ class RuledRunner(UndrawnNoise):
     def read_aux_logits(self, settings: RuleSettings) -> None:
         """After the target is loaded: make what rules read beside its logits."""
         runner: Any = self
-        self.may_defer = settings.waits or settings.looks_ahead
+        self.may_defer = settings.waits(on_v2=False) or settings.looks_ahead is not None
         self.aux_logits = aux_logits.of_rules(runner, settings, runner.requests)
         if self.aux_logits is None:
             return
         self.paired_rows = PairedRows() if settings.pairs else None
-        ahead = [name for name in settings.options if issubclass(load_rule(name), LookaheadRule)]
-        self.looking_ahead = next(iter(ahead), None)
+        self.looking_ahead = settings.looks_ahead
         for processor in runner.input_batch.logitsprocs.all:
             if isinstance(processor, RuleProcessor):
                 processor.aux_logits = self.aux_logits

@@ -3,20 +3,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from typing import Any
 
 from vllm_ext.compat import hooks_v1
 from vllm_ext.config import rules, speculative
-from vllm_ext.engine import rule_faults, step_extras
+from vllm_ext.engine import rule_faults
 from vllm_ext.engine.attention import tree_backend
-from vllm_ext.engine.counters import Counters
 from vllm_ext.engine.draft_model import online
 from vllm_ext.engine.models import cpu_linear
 from vllm_ext.engine.models.hidden_states import HiddenStates
 from vllm_ext.engine.recurrent import registry
 from vllm_ext.engine.startup_log import MIN_P, Started, without
-from vllm_ext.engine.state.keeper import Checkpointer
+from vllm_ext.engine.state.learnt_rules import LearntRules
 from vllm_ext.engine.v1 import logits_processor, model_runner, steering_runner
 from vllm_ext.engine.v1.drafter import Drafter
 from vllm_ext.engine.worker_part import WorkerPart
@@ -52,10 +50,9 @@ class EncodedCache(Part):
         return block_specs.codec_specs(self.vllm_config, super().get_kv_cache_spec())  # type: ignore[misc]
 
 
-class Rules(Part):
+class Rules(LearntRules, Part):
     """Rules may report, learn, read more than logits, or fail."""
 
-    _checkpointers: Sequence[Checkpointer] = ()
     _reports = False
 
     def init_device(self) -> None:
@@ -68,17 +65,10 @@ class Rules(Part):
         result = super().load_model(*args, **kwargs)  # type: ignore[misc]
         settings = rules.of_vllm_config(self.vllm_config)
         assert settings is not None
-        if settings.learns:
-            self._checkpointers = logits_processor.remember(self.vllm_config, self._counter())
+        self.restore_rules()
         self._reports = settings.reports
         self.model_runner.read_aux_logits(settings)
         return result
-
-    def _counter(self) -> Callable[[str], None]:
-        """What adds one to a counter of what rules keep: beside a method of ours, its own."""
-        if self.counters is None:
-            self.counters = Counters(self.vllm_config)
-        return self.counters.count
 
     def make_ready(self) -> None:
         """Compile what rules read."""
@@ -92,19 +82,10 @@ class Rules(Part):
             return None
         runner = self.model_runner
         processors, names = runner.input_batch.logitsprocs, runner.input_batch.req_ids
-        if runner.may_defer:
-            step_extras.set_of(output).deferrals = runner.deferrals
         notes = logits_processor.take_notes(processors, names) if self._reports else {}
-        rule_faults.attach(output, logits_processor.take_faults(processors, names), notes)
+        deferrals = runner.deferrals if runner.may_defer else {}
+        rule_faults.attach(output, logits_processor.take_faults(processors, names), notes, deferrals)
         return output
-
-    def shutdown(self) -> None:
-        """Save what was learnt, then vLLM's own."""
-        try:
-            for checkpointer in self._checkpointers:
-                checkpointer.close()
-        finally:
-            super().shutdown()
 
 
 class Speculation(Part):

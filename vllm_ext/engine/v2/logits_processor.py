@@ -4,7 +4,7 @@
 Most rules are functions of a row's tokens, which here are on the device: a step with a request under such a rule waits
 for them, other steps do not, and none does for requests under `trie` alone (`trie_rows`). Rules that read no tokens
 are applied to all rows of a tree at once, beside what `steering_runner` has kept of the step. `rule_requests` says how
-vLLM comes by the class. Rules with a `why_v1` run on V1.
+vLLM comes by the class. Tokens that rules put off are taken back when they have been sampled (`step_deferrals`).
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ from vllm_ext.data.model_files import ModelVocabulary
 from vllm_ext.engine import paired_requests, rule_faults, rule_requests
 from vllm_ext.engine.recurrent.device_rows import to_device
 from vllm_ext.engine.rule_requests import Configured
+from vllm_ext.engine.steering.step_deferrals import StepDeferrals
 from vllm_ext.engine.v2.trie_rows import TrieRows
 from vllm_ext.samplers.base import Asked, Row
-from vllm_ext.samplers.steering import CompanionOptions, SteeringRule
+from vllm_ext.samplers.steering import CompanionOptions, Deferral, SteeringRule
 from vllm_ext.samplers.trie import TrieParams
 
 if TYPE_CHECKING:
@@ -80,9 +81,8 @@ class RuleProcessor(LogitsProcessor):  # type: ignore[misc]  # vLLM is untyped t
     def __init__(self, vllm_config: Any, req_states: Any) -> None:
         self._rules = rules.load(self.settings.as_json, ModelVocabulary.of(vllm_config.model_config))
         self._states = req_states
-        # Ranks have different clocks, and must have the same rows.
-        several = vllm_config.parallel_config.world_size > 1
-        self._patience = None if several else rule_faults.SHORT_PATIENCE
+        self._patience = rule_faults.patience_of(vllm_config)
+        self.deferrals = StepDeferrals()
         self._requests: dict[int, _Request] = {}  # by slot; none of those that are masked on the device
         self._tries = TrieRows.of(self._rules, req_states)
         # Slots of pairs that a second model is to read along with their primaries.
@@ -138,10 +138,15 @@ class RuleProcessor(LogitsProcessor):  # type: ignore[misc]  # vLLM is untyped t
             tokens = ctx.input_ids.tolist()
         found: dict[str, dict[int, Row]] = {name: {} for name in self._rules}
         failing: dict[int, Row] = {}
+        slot_of: dict[int, int] = {}
         first = 0
         for slot, count in zip(slots, [1] * len(slots) if called is None else called.counts, strict=True):
-            if (request := self._requests.get(slot)) is not None:
-                for index in range(first, first + count):
+            request = self._requests.get(slot)
+            if request is not None and slot not in self.deferrals.unread:
+                # Of chains the rows before the last have been drawn from.
+                chained = called is not None and called.chains
+                for index in range(first + (count - 1) * chained, first + count):
+                    slot_of[index] = slot
                     # The first row's token is the last one of the output; those behind it are drafts.
                     drafts = tokens[first + 1 : index + 1]
                     if min(drafts, default=0) < 0:
@@ -153,7 +158,8 @@ class RuleProcessor(LogitsProcessor):  # type: ignore[misc]  # vLLM is untyped t
         for name, all_rows in found.items():
             rows = {index: row for index, row in all_rows.items() if not row.faults}
             if rows:
-                self._apply(name, logits, rows)
+                put_off = self._apply(name, logits, rows)
+                self.deferrals.found |= {slot_of[index]: deferral for index, deferral in put_off.items()}
         # Of a request's rows those before the first fault have been drawn from, and are right.
         rule_faults.end(
             logits,
@@ -184,8 +190,8 @@ class RuleProcessor(LogitsProcessor):  # type: ignore[misc]  # vLLM is untyped t
                 ),
             )
 
-    def _apply(self, name: str, logits: torch.Tensor, rows: Mapping[int, Row]) -> None:
-        """Apply a rule to some rows, by index, in place."""
+    def _apply(self, name: str, logits: torch.Tensor, rows: Mapping[int, Row]) -> dict[int, Deferral | None]:
+        """Apply a rule to some rows, by index, in place; those whose token it puts off."""
         rule, places = self._rules[name], list(rows)
         aux_logits = self.aux_logits if isinstance(rule, SteeringRule) else None
         if aux_logits is not None:
@@ -199,9 +205,11 @@ class RuleProcessor(LogitsProcessor):  # type: ignore[misc]  # vLLM is untyped t
             if aux_logits is not None:
                 aux_logits.rows_are([places[row] for row in some])
 
-        late = rule_faults.apply(name, rule, part, list(rows.values()), at)
-        rule_faults.wait_no_longer(name, list(rows.values()), late)
+        put_off = rule_faults.apply(name, rule, part, list(rows.values()), at)
         logits[index] = part
+        if self._patience == rule_faults.SHORT_PATIENCE:
+            put_off = rule_faults.wait_no_longer(name, list(rows.values()), put_off)
+        return {places[row]: deferral for row, deferral in put_off.items()}
 
     def keep(self, slot: int, kept: dict[str, dict[int, Any]]) -> None:
         """Go on with what was kept of the request in a slot, by rule, and keep what comes there; see `Row.kept`."""

@@ -83,7 +83,7 @@ class SpeculativeRunner:
         processors = self.sampler.logits_processors
         for each in processors:
             if isinstance(each, RuleProcessor):
-                each.speculator = self.speculator
+                each.speculator, self.speculator.deferrals = self.speculator, each.deferrals
         processors[NUM_STOCK_PROCESSORS:] = [
             each if isinstance(each, RuleProcessor | V1Processors) else AskedProcessor(each)
             for each in processors[NUM_STOCK_PROCESSORS:]

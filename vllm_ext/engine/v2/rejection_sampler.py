@@ -46,6 +46,7 @@ class LearningSampler:
         done = input_batch.num_computed_tokens_np + input_batch.num_scheduled_tokens
         speaking = int((done >= input_batch.prefill_len_np).sum())
         speaking -= 0 if trees.halves is None else trees.halves.num_apart
+        speaking -= len(trees.deferrals.found)
         trees.counts.count("spec_emitted_tokens", speaking)
         trees.counts.count("spec_steps", speaking)
         if trees.needs(has_drafts=False):
@@ -217,11 +218,14 @@ class TreeVerifier(RejectionSampler):  # type: ignore[misc]  # vLLM is untyped t
                     )
                 last = chain[:, -1]
                 goes_on = walked.num_emitted[picked] == depth + 1
+                if held := trees.deferrals.places(slots_np[dependent]):
+                    goes_on.index_fill_(0, trees.to_device(held), False)
                 sampled[last] = torch.where(goes_on, drawn.view(-1, depth + 1)[:, -1], sampled[last])
                 if processed is not None:
                     ends = masked.view(len(dependent), depth + 1, -1)[:, -1].to(processed.dtype)
                     processed[last] = torch.where(goes_on[:, None], ends, processed[last])
         follow(trees.counts.on_device)
+        trees.deferrals.settle_walk(slots_np, row_start, walked, trees.counts.on_device)
 
         self._part = row_start, row_slots, offset, walked.path
         if self._reads_processed:
@@ -256,7 +260,7 @@ class TreeVerifier(RejectionSampler):  # type: ignore[misc]  # vLLM is untyped t
             chains: see above.
         """
         trees, layout = self._trees, self._trees.layout
-        trees.called = Called(rows, counts)
+        trees.called = Called(rows, counts, chains)
         trees.verifying = None if chains else Paths(layout.bits[rows], layout.parents[rows])
         try:
             yield

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's V2 runner with sampling rules that steer: what they read beside logits, on the device.
+"""vLLM's V2 runner with sampling rules: what they read beside logits, requests in pairs, tokens that are put off.
 
 The second model reads behind the target's step, by the step's own metadata: V2 makes none of trees for steps that a
 graph replays whole, so that an engine with such a model captures none (`config.refusals`).
@@ -20,11 +20,12 @@ from vllm_ext import patches
 from vllm_ext.config import rules
 from vllm_ext.engine.steering import aux_logits
 from vllm_ext.engine.steering.paired_steps import PairedSampler, PairedSteps
+from vllm_ext.engine.steering.step_deferrals import DeferringSampler
 from vllm_ext.engine.v2.logits_processor import RuleProcessor
 
 
 class RuledRunner:
-    """Mixin in front of vLLM's V2 runner class of any platform, where a rule steers."""
+    """Mixin in front of vLLM's V2 runner class of any platform, where there are rules."""
 
     # vLLM's.
     execute_model_state: Any
@@ -38,6 +39,7 @@ class RuledRunner:
     aux_logits: aux_logits.StepAuxLogits | None = None
     _streams: list[torch.Tensor] | None = None  # of the step that is sampled, after each of `aux_layers`
     halves: PairedSteps | None = None  # where a rule reads pairs
+    processor: RuleProcessor | None = None  # None: another rank of the pipeline samples
     _kept: dict[str, dict[str, dict[int, Any]]]  # by request id, by rule; see `Row.kept`
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
@@ -45,23 +47,26 @@ class RuledRunner:
         super().load_model(*args, **kwargs)  # type: ignore[misc]
         settings = rules.of_vllm_config(self.vllm_config)
         assert settings is not None
-        self.aux_logits, self._kept = aux_logits.of_rules(self, settings), {}
-        self._processor.aux_logits = self.aux_logits
+        self._kept = {}
+        if self.sampler is None:
+            return  # another rank of the pipeline samples
+        (self.processor,) = (
+            each for each in self.sampler.logits_processors if isinstance(each, RuleProcessor)
+        )
+        self.aux_logits = self.processor.aux_logits = aux_logits.of_rules(self, settings)
+        patches.subclass_in_place(self.sampler, DeferringSampler)
+        self.sampler.deferrals = self.processor.deferrals
         if settings.pairs:
             assert self.aux_logits is not None
             self.halves = PairedSteps(self.aux_logits, self.device)
             patches.subclass_in_place(self.sampler, PairedSampler)
             self.sampler.halves = self.halves
 
-    @property
-    def _processor(self) -> RuleProcessor:
-        """The one of rules."""
-        (found,) = (each for each in self.sampler.logits_processors if isinstance(each, RuleProcessor))
-        return found
-
     def add_requests(self, scheduler_output: Any) -> None:
         """vLLM's; what rules keep of a request outlives its preemptions. vLLM calls it in each step."""
         super().add_requests(scheduler_output)  # type: ignore[misc]
+        if self.processor is None:
+            return
         for name in scheduler_output.finished_req_ids:
             self._kept.pop(name, None)
             if self.halves is not None:
@@ -69,7 +74,7 @@ class RuledRunner:
         for request in scheduler_output.scheduled_new_reqs:
             if request.sampling_params is not None:
                 slot = self.req_states.req_id_to_index[request.req_id]
-                self._processor.keep(slot, self._kept.setdefault(request.req_id, {}))
+                self.processor.keep(slot, self._kept.setdefault(request.req_id, {}))
                 if self.halves is not None:
                     self.halves.known.admit(request.req_id, request.sampling_params)
 
@@ -80,7 +85,8 @@ class RuledRunner:
         self._streams = None if state is None else state.aux_hidden_states
         if second is not None and state is not None:
             batch = state.input_batch
-            if self._processor.reads_companion(batch.idx_mapping_np):
+            assert self.processor is not None
+            if self.processor.reads_companion(batch.idx_mapping_np):
                 rows = batch.num_tokens_after_padding
                 with (
                     torch.inference_mode(),
@@ -105,6 +111,8 @@ class RuledRunner:
             self.aux_logits.begin(input_batch.logits_indices, None, hidden_states, self._streams)
         if self.halves is not None:
             self.halves.begin(input_batch)
+        assert self.processor is not None
+        self.processor.deferrals.begin(input_batch)
         return super().sample(hidden_states, input_batch, grammar_output)  # type: ignore[misc]
 
 

@@ -6,34 +6,32 @@ from __future__ import annotations
 from typing import Any
 
 from vllm_ext.compat import hooks_v2
-from vllm_ext.config import rules
 from vllm_ext.engine import rule_faults, step_extras
 from vllm_ext.engine.attention import v2_backends
 from vllm_ext.engine.recurrent import registry
 from vllm_ext.engine.startup_log import Started
+from vllm_ext.engine.state.learnt_rules import LearntRules
 from vllm_ext.engine.v2 import model_runner, steering_runner
 from vllm_ext.engine.v2.logits_processor import RuleProcessor
 from vllm_ext.engine.v2.speculators.base import TreeSpeculator
 from vllm_ext.engine.worker_part import WorkerPart
 
 
-class Rules:
-    """Rules may fail, or read more than logits."""
+class Rules(LearntRules):
+    """Rules may report, learn, read more than logits, or fail."""
 
     # vLLM's.
-    vllm_config: Any
     model_runner: Any
 
     def init_device(self) -> None:
         """vLLM's; its runner then knows of what rules read."""
         super().init_device()  # type: ignore[misc]
-        settings = rules.of_vllm_config(self.vllm_config)
-        if settings is not None and settings.steers:
-            steering_runner.install(self.model_runner)
+        steering_runner.install(self.model_runner)
 
     def load_model(self, *args: Any, **kwargs: Any) -> Any:
-        """vLLM's; then rules see logits before penalties, as they do on V1."""
+        """vLLM's; then rules take over what they had learnt, and see logits before penalties, as they do on V1."""
         result = super().load_model(*args, **kwargs)  # type: ignore[misc]
+        self.restore_rules()
         if (sampler := self.model_runner.sampler) is not None:
             steering_runner.before_penalties(sampler.logits_processors)
         return result
@@ -41,18 +39,17 @@ class Rules:
     def compile_or_warm_up_model(self) -> Any:
         """vLLM's; then what rules read is compiled."""
         times = super().compile_or_warm_up_model()  # type: ignore[misc]
-        if isinstance(self.model_runner, steering_runner.RuledRunner):
-            self.model_runner.warm_up_aux_logits()
+        self.model_runner.warm_up_aux_logits()
         return times
 
     def sample_tokens(self, grammar_output: Any) -> Any:
-        """vLLM's; what rules have raised and noted goes with the tokens."""
+        """vLLM's; what rules have raised, noted and put off goes with the tokens."""
         output = super().sample_tokens(grammar_output)  # type: ignore[misc]
-        runner = self.model_runner
-        for processor in runner.sampler.logits_processors if runner.sampler is not None else ():
-            if isinstance(processor, RuleProcessor):
-                slots = runner.req_states.req_id_to_index
-                rule_faults.attach(output, processor.take_faults(slots), processor.take_notes(slots))
+        processor: RuleProcessor | None = self.model_runner.processor
+        if processor is not None:
+            slots = self.model_runner.req_states.req_id_to_index
+            deferrals = processor.deferrals.of_requests(slots)
+            rule_faults.attach(output, processor.take_faults(slots), processor.take_notes(slots), deferrals)
         return output
 
 

@@ -25,6 +25,7 @@ from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 from vllm_ext.config import request_options, speculative
 from vllm_ext.engine import paired_requests
 from vllm_ext.engine.steering.paired_steps import PairedSteps
+from vllm_ext.engine.steering.step_deferrals import StepDeferrals
 from vllm_ext.engine.structured_output import known_trees
 from vllm_ext.engine.structured_output.grammar import in_worker
 from vllm_ext.engine.structured_output.known_trees import KnownTrees
@@ -64,6 +65,7 @@ class Called(NamedTuple):
 
     rows: slice | torch.Tensor  # among the step's rows with logits; int64
     counts: np.ndarray[Any, Any]  # [requests] how many each has, on the host
+    chains: bool  # whether they are the paths so far, of each of which the last row is to be drawn from
 
 
 def to_host(values: torch.Tensor) -> tuple[torch.Tensor, Any]:
@@ -113,6 +115,7 @@ class TreeSpeculator(BaseSpeculator):  # type: ignore[misc]  # vLLM is untyped t
         # Why this model's drafts are chains; None where it can verify trees. Set once the caches are bound.
         self.chain_reason: str | None = None
         self.halves: PairedSteps | None = None  # set by the runner, where a rule reads pairs
+        self.deferrals = StepDeferrals()  # likewise, where there are rules
         self.counts = Counts(vllm_config, device)
         # None: vLLM masks structured requests' rows along the flat list of drafts, right for chains alone.
         self.known_trees = (

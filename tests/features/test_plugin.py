@@ -159,18 +159,6 @@ def test_refusals_name_field_value_and_way_out(model_dir: str, options: dict[str
         config_for(model_dir, **options)
 
 
-def test_connectors_of_which_nothing_is_known_are_refused(model_dir: str) -> None:
-    from vllm.config import KVTransferConfig
-
-    def configured(name: str) -> Any:
-        connector = KVTransferConfig(kv_connector=name, kv_role="kv_both")
-        return config_for(model_dir, speculative_config=METHOD, kv_transfer_config=connector)
-
-    with pytest.raises(ValueError, match=r"'NixlConnector'.*must be 'ExampleConnector' or"):
-        configured("NixlConnector")
-    configured("ExampleConnector")
-
-
 def test_recurrent_models_with_prefix_caching_are_refused(tmp_path: Path) -> None:
     config = {
         "architectures": ["JambaForCausalLM"],

@@ -43,7 +43,7 @@ CALLS_ANOTHER = {"vllm_ext/cli/train/exits.py"}
 
 
 def variables(tree: ast.Module, source: str) -> Iterator[str]:
-    """Names in capitals of a module that touches the environment, and what is read of vLLM's ``envs``."""
+    """Names in capitals of a module that touches the environment, and what it reads from vLLM's ``envs``."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and "environ" in source:
             if VARIABLE.fullmatch(node.value):

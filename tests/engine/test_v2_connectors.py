@@ -27,7 +27,7 @@ PARAMS = [sampling(max_tokens=60), sampling(max_tokens=60, temperature=0.8, seed
 
 @pytest.fixture(autouse=True)
 def no_other() -> Iterator[None]:
-    """Of the process."""
+    """Each test leaves the process without the worker side of its connector."""
     yield
     ensure_kv_transfer_shutdown()
 
